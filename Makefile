@@ -1,0 +1,58 @@
+# make run    sets everything up and trains a CNN on real handwritten digits
+# make test   sets everything up, checks style and types, runs all tests
+# make native compiles the host device in place after a change in native/
+# make lint   ruff and mypy
+# make clean  removes what the others made
+#
+# PYTHON=python3.13 chooses the interpreter, VENV=folder where it is set up.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+LIBRARY := trlow/_native/libtrlow_host.so
+NATIVE_SOURCES := native/build.py $(wildcard native/host/* native/kernels/* trlow/binding/*.py)
+SETUP := pyproject.toml native/hatch_build.py
+comma := ,
+# On a machine with an NVIDIA driver `make run` takes the GPUs, so it needs their libraries.
+RUN_EXTRAS := cli,data$(if $(shell command -v nvidia-smi),$(comma)cu13)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --editable
+
+.PHONY: run test test-installed native lint clean
+
+run: $(VENV)/.run $(LIBRARY)
+	$(BIN)/python -m trlow train --device auto --report report.json $(ARGS)
+
+test: lint test-installed
+	$(BIN)/python -m pytest $(ARGS)
+
+# A part of the tests against a wheel, in a folder where the checkout cannot be imported.
+test-installed: $(VENV)/.test $(LIBRARY)
+	$(BIN)/python tests/installed.py
+
+native: $(LIBRARY)
+
+lint: $(VENV)/.test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) trlow/_native build dist report.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(LIBRARY): $(NATIVE_SOURCES)
+	$(PYTHON) native/build.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(SETUP) | $(BIN)/python
+	$(INSTALL) '.[$(RUN_EXTRAS)]'
+	touch $@
+
+$(VENV)/.test: $(SETUP) | $(BIN)/python
+	$(INSTALL) '.[dev]'
+	touch $@
