@@ -20,6 +20,7 @@ RUN_EXTRAS := cli,data$(if $(shell command -v nvidia-smi),$(comma)cu13)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --editable
 
+.NOTPARALLEL: # an install compiles the library, so a rule beside it would compile it twice
 .PHONY: run test test-installed native lint clean
 
 run: $(VENV)/.run $(LIBRARY)
