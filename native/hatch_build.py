@@ -1,9 +1,8 @@
 """Build hook: compiles the host device and adds it, with the kernel sources, to the wheel.
 
 Nothing compiles at import, so the library has to be there when the package is. The hook always
-compiles in place, into `trlow/_native`: an install in place finds it there, and a wheel takes the
-same files from there. `trlow/_native/kernels` is a link to `native/kernels` in a checkout and a
-folder in a wheel, so the package looks for kernels in one place only.
+compiles in place, into `trlow/_native`: an install in place finds it there, and a wheel takes it
+from there. A checkout has the kernel sources in `native/kernels`, a wheel gets a copy of them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except Exception as error:
             # One line, then no traceback of the build backend: the reader needs the remedy.
             raise SystemExit(f"trlow: the host device was not built: {error}") from error
-        link_kernels(root)
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"  # ctypes: any Python, one platform
@@ -41,15 +39,6 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         build_data["force_include"][str(library)] = f"trlow/_native/{library.name}"
         build_data["force_include"][str(root / "native" / "kernels")] = "trlow/_native/kernels"
-
-
-def link_kernels(root: Path) -> None:
-    """Make `trlow/_native/kernels` a link to the sources, replacing a stale one."""
-    link = root / "trlow" / "_native" / "kernels"
-    if link.is_symlink():
-        link.unlink()
-    if not link.exists():
-        link.symlink_to(Path("..", "..", "native", "kernels"), target_is_directory=True)
 
 
 def _build_module(root: Path) -> ModuleType:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from trlow.errors import DataError
 
+DIGITS_SHAPE = (8, 8, 1)
+DIGITS_CLASSES = 10
 DIGITS_TRAIN_ROWS = 1437
 DIGITS_VALIDATION_ROWS = 360
 # The split is part of every published number, so it has a seed of its own: changing a run's seed
@@ -98,6 +100,17 @@ def load(spec: str) -> tuple[Dataset, Dataset]:
     raise DataError(f'data "{spec}" is unknown; give digits or idx:DIR')
 
 
+def shape_and_classes(spec: str) -> tuple[tuple[int, int, int], int]:
+    """Return (height, width, channels) and the number of classes of the data that `spec` names.
+
+    What a plan needs to know. The digits' are known without scikit-learn; files are read.
+    """
+    if spec == "digits":
+        return DIGITS_SHAPE, DIGITS_CLASSES
+    train, _ = load(spec)
+    return train.shape, train.classes
+
+
 def load_digits() -> tuple[Dataset, Dataset]:
     """Return scikit-learn's 1797 handwritten digits as 1437 training and 360 validation rows.
 
@@ -113,17 +126,17 @@ def load_digits() -> tuple[Dataset, Dataset]:
         ) from error
     features, labels = sklearn_digits(return_X_y=True)
     rows = DIGITS_TRAIN_ROWS + DIGITS_VALIDATION_ROWS
-    if features.shape != (rows, 64):
+    if features.shape != (rows, math.prod(DIGITS_SHAPE)):
         raise DataError(
             f"scikit-learn's digits have the shape {features.shape} instead of ({rows}, 64); "
             "install scikit-learn 1.4 or newer"
         )
-    pictures = (features / 16.0).astype(np.float32).reshape(rows, 8, 8, 1)
+    pictures = (features / 16.0).astype(np.float32).reshape(rows, *DIGITS_SHAPE)
     # The legacy generator, because numpy promises that its stream never changes (NEP 19).
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(rows)
 
     def take(name: str, part: npt.NDArray[np.intp]) -> Dataset:
-        return Dataset(name, pictures[part], labels[part].astype(np.int32), 10)
+        return Dataset(name, pictures[part], labels[part].astype(np.int32), DIGITS_CLASSES)
 
     return (
         take("digits (training)", order[:DIGITS_TRAIN_ROWS]),

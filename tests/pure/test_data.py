@@ -53,6 +53,10 @@ def test_idx_files_arrive_as_written(folder):
         np.testing.assert_array_equal(dataset.labels, classes.astype(np.int32))
 
 
+def test_shape_and_classes_are_those_of_the_files(folder):
+    assert data.shape_and_classes(f"idx:{folder}") == ((5, 4, 1), 10)
+
+
 def test_gzipped_idx_files_give_the_same_arrays(folder):
     plain = data.load_idx(folder)
     for path in list(folder.iterdir()):
@@ -170,6 +174,7 @@ def test_the_digits_are_split_once_and_for_all():
     assert train.labels[:12].tolist() == DIGITS_FIRST_LABELS
     again, _ = data.load("digits")
     np.testing.assert_array_equal(train.features, again.features)
+    assert data.shape_and_classes("digits") == (train.shape, train.classes)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):

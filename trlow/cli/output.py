@@ -1,0 +1,51 @@
+"""Files that a command writes: refused before the work begins, and never left half-written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from trlow.errors import SettingsError
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise SettingsError unless `write` will be able to write `path`. Leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise SettingsError(f"{option} {path} is a folder; give the name of a file in it")
+        if path.exists() and not path.is_file():
+            with path.open("ab"):  # a pipe or a device: opened in place, never replaced
+                return
+        if path.exists():
+            with path.open("ab"):
+                pass
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise SettingsError(
+            f"{option} {path} cannot be written: {reason}; give a file in a folder that exists "
+            "and can be written"
+        ) from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text` whole or not at all: a reader never sees half a file."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.close()
+            # mkstemp gives 0600; a report is an ordinary file.
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(file.name).chmod(0o666 & ~mask)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

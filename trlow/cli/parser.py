@@ -1,0 +1,227 @@
+"""The words of the command line, and what each number may be.
+
+argparse's own errors take several lines; here every error of use is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NoReturn
+
+from trlow.cli import doctor, plan, train
+from trlow.nn.models import MODELS
+
+EPILOG = """\
+exit codes: 0 done, 1 failed while running, 2 asked for what cannot be, 70 hung beyond recovery,
+130 interrupted with Ctrl-C"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and where help is; exit with 2."""
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
+
+
+def build(version: str) -> Parser:
+    """Return the parser of all commands; each sets `run`, a function of the parsed arguments."""
+    parser = Parser(
+        prog="trlow",
+        description="Train one model on all GPUs of a machine from one process, "
+        "or on the host device where there is no GPU.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"trlow {version}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[Parser], name: str, summary: str, text: str
+) -> Parser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=text,
+        epilog=EPILOG,
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps the epilog's lines."""
+
+
+def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = _command(
+        commands,
+        "train",
+        "train a model and validate it after every epoch",
+        "Train a model over all ranks, validate it after every epoch, and write a report.",
+    )
+    devices = command.add_argument_group("devices")
+    devices.add_argument(
+        "--device",
+        choices=("auto", "host", "cuda"),
+        default="auto",
+        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks",
+    )
+    devices.add_argument(
+        "--gpus",
+        metavar="LIST",
+        default=argparse.SUPPRESS,
+        help='devices to use, one rank on each: "0-3", "0,2,3" or "all"; not with --ranks '
+        "(default: all)",
+    )
+    devices.add_argument(
+        "--ranks",
+        metavar="N",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        help="how many ranks, on devices 0 to N-1; not with --gpus (default: one per device)",
+    )
+    devices.add_argument(
+        "--any-world-size",
+        action="store_true",
+        help="allow a number of ranks that is not a power of two",
+    )
+    _add_model(command)
+    training = command.add_argument_group("training")
+    training.add_argument("--epochs", metavar="N", type=whole(1), default=12, help="epochs to train")
+    training.add_argument(
+        "--lr", metavar="X", type=rate, default=0.2, help="learning rate, the schedule's highest"
+    )
+    training.add_argument(
+        "--schedule",
+        choices=("constant", "cosine"),
+        default="cosine",
+        help="how the learning rate goes over the steps",
+    )
+    training.add_argument(
+        "--seed",
+        metavar="N",
+        type=whole(0),
+        default=0,
+        help="seed of the initial weights and of the order of the rows",
+    )
+    training.add_argument(
+        "--replay",
+        choices=("fused", "staged"),
+        default="fused",
+        help="one graph per step, or one graph per stage ordered by events",
+    )
+    training.add_argument(
+        "--report",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="write a report as JSON (default: none)",
+    )
+    command.set_defaults(run=train.run)
+
+
+def _add_model(command: Parser) -> None:
+    """Add what decides the plan: `train` and `plan` take the same words for it."""
+    group = command.add_argument_group("model and data")
+    group.add_argument(
+        "--model", choices=tuple(MODELS), default="cnn", help="convolutional or fully connected"
+    )
+    group.add_argument(
+        "--data",
+        metavar="SPEC",
+        default="digits",
+        help="digits (1797 handwritten digits of scikit-learn) or idx:DIR (MNIST's four files, "
+        "gzipped or not)",
+    )
+    group.add_argument(
+        "--global-batch-size",
+        metavar="N",
+        type=whole(1),
+        default=128,
+        help="rows of one step over all ranks; the number of ranks must divide it",
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=("sgd", "momentum", "nesterov"),
+        default="momentum",
+        help="how gradients become weights; momentum is 0.9",
+    )
+
+
+def _add_plan(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = _command(
+        commands,
+        "plan",
+        "show the memory plan of a model",
+        "Show where every region of a model's arena lies. Needs no device: the plan is arithmetic.",
+    )
+    _add_model(command)
+    command.add_argument("--ranks", metavar="N", type=whole(1), default=4, help="how many ranks")
+    command.add_argument(
+        "--any-world-size",
+        action="store_true",
+        help="allow a number of ranks that is not a power of two",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print the plan as JSON instead of a table"
+    )
+    command.add_argument(
+        "--svg",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="draw the arena, to scale, with its buckets (default: none)",
+    )
+    command.set_defaults(run=plan.run)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = _command(
+        commands,
+        "doctor",
+        "say what is there and what cannot work",
+        "Say which libraries and devices were found, which environment variables are in effect, "
+        "and what cannot work and why. The exit code is 0 unless trlow itself is broken.",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    command.set_defaults(run=doctor.run)
+
+
+class whole:  # noqa: N801  argparse names a type in its messages by its name
+    """A whole number of at least `least`."""
+
+    def __init__(self, least: int) -> None:
+        """Keep the limit."""
+        self.least = least
+
+    def __call__(self, text: str) -> int:
+        """Return the number, or raise what argparse prints."""
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.least - 1
+        if value < self.least or not text.strip().lstrip("+").isdecimal():
+            raise argparse.ArgumentTypeError(
+                f'"{text}" is no whole number of at least {self.least}; give one'
+            )
+        return value
+
+
+def rate(text: str) -> float:
+    """Return a learning rate: finite and at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is no learning rate; give a finite number of at least 0'
+        )
+    return value
