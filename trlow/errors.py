@@ -77,7 +77,7 @@ class ForeignError(TrlowError):
     the caller does not know them yet; `with_rank` adds them.
     """
 
-    def __init__(  # noqa: PLR0913  one argument per fact that the message carries
+    def __init__(
         self,
         function: str,
         code: int,
@@ -119,7 +119,7 @@ class NcclError(ForeignError):
 class CompileError(ForeignError):
     """A kernel did not compile; `log` is the compiler's output."""
 
-    def __init__(  # noqa: PLR0913  the arguments of ForeignError and the log
+    def __init__(
         self,
         function: str,
         code: int,
