@@ -1,0 +1,155 @@
+"""From a model to one memory plan and the programs that run over it.
+
+The plan and the programs are data, the same for every rank; nothing here knows a device.
+Conventions that the numbers in the input slots keep: a rank's gradient is the mean over its
+nominal batch, ranks are summed, so `grad_scale` is 1/N. In training `metric_scale` is 1/N as
+well, so that the accumulated metrics are sums over steps of batch means, and `rows` adds up
+beside them, over the steps that were not skipped, to rows / N. In validation `metric_scale` is
+the nominal batch, so that they are sums over real rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from trlow.errors import ModelError
+from trlow.nn.layers import Sequential, Shape
+from trlow.nn.network import INPUTS, SCALARS, Network, Parameter, Variant, network_of
+from trlow.nn.placement import SKIP, has_deep_fc, place
+from trlow.nn.stages import Recipe, training_stages, validation_stages
+from trlow.plan import MemoryPlan
+from trlow.program import Program, Stage, Stream
+from trlow.range_op import bn_inference, broadcast, clear, sum_all_reduce
+from trlow.region import CNN_TABLE, RegionTable
+
+OPTIMIZERS = ("sgd", "momentum", "nesterov")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model ready to run.
+
+    `programs` holds "train", "train:<variant>", "validate", "clear_metrics" and, where they are not
+    empty, "bn_inference" (batch norm), "validate_result" and "broadcast" (more than one rank).
+    """
+
+    network: Network
+    world_size: int
+    optimizer: str
+    plan: MemoryPlan
+    programs: Mapping[str, Program]
+    inputs: tuple[str, ...] = INPUTS
+    scalars: tuple[str, ...] = SCALARS
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every parameter in layer order."""
+        return self.network.parameters
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of trained and frozen numbers, running statistics apart."""
+        return sum(math.prod(p.shape) for p in self.parameters)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return self.network.model.classes(self.network.input_shape)
+
+
+def compile_model(
+    model: Sequential,
+    *,
+    input_shape: Shape,
+    local_batch: int,
+    world_size: int,
+    optimizer: str = "momentum",
+    variants: Collection[Variant] = (),
+    frozen: Collection[int] = (),
+    table: RegionTable = CNN_TABLE,
+) -> Compiled:
+    """Plan and programs for one model.
+
+    `input_shape` is (height, width, channels) of one row, `local_batch` the rows of one rank's
+    step, `frozen` the indices of layers that are not trained. Raises ModelError, before anything is
+    placed, for whatever does not fit.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ModelError(f"optimizer {optimizer!r}: known are {', '.join(OPTIMIZERS)}")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ModelError(f"world_size={world_size!r} must be an integer of at least 1")
+    network = network_of(
+        model,
+        input_shape=input_shape,
+        local_batch=local_batch,
+        variants=variants,
+        frozen=frozen,
+        deep_fc=has_deep_fc(table),
+    )
+    plan = place(network, table, moments=optimizer != "sgd")
+    recipe = Recipe(network, plan, world_size, optimizer)
+    _check_buckets(recipe)
+    programs = {program.name: program for program in _programs(recipe) if any(program.phases)}
+    return Compiled(network, world_size, optimizer, plan, MappingProxyType(programs))
+
+
+def _programs(recipe: Recipe) -> list[Program]:
+    names = [None, *(variant.name for variant in recipe.network.variants)]
+    programs = [
+        Program.alternating(
+            "train" if name is None else f"train:{name}",
+            training_stages(recipe, "a", name),
+            training_stages(recipe, "b", name),
+        )
+        for name in names
+    ]
+    validate = (validation_stages(recipe, slot) for slot in ("a", "b"))
+    programs.append(Program.alternating("validate", *validate))
+    programs += [Program.single(name, (stage,)) for name, stage in _single_stages(recipe).items()]
+    return programs
+
+
+def _single_stages(recipe: Recipe) -> dict[str, Stage]:
+    """Programs of one stage, run between steps."""
+    plan = recipe.plan
+    accumulated = plan.region_range("R_RESULT_ACCUMULATED")
+    stages = {
+        "clear_metrics": Stage(
+            "CLEAR_METRICS", Stream.UPDATE, (clear(accumulated), clear(plan.range(SKIP)))
+        )
+    }
+    if recipe.network.norms:
+        inference = ("W_EQ_SCALE", "W_EQ_BIAS")
+        regions = (*inference, "W_BN_WEIGHT", "W_BN_BIAS", "B_PREV_MEAN", "B_PREV_VAR")
+        op = bn_inference(*(plan.region_range(name) for name in regions), plan.range("a.bn_eps"))
+        stages["bn_inference"] = Stage("UPDATE_BN_INF", Stream.UPDATE, (op,))
+    if recipe.world_size > 1:
+        total = sum_all_reduce(accumulated)
+        stages["validate_result"] = Stage("VAL_RESULT_COMM", Stream.UPDATE, (total,))
+        ranges = [r for r in plan.persistent_ranges() if r.nbytes]
+        stages["broadcast"] = Stage("BROADCAST", Stream.UPDATE, (broadcast(*ranges),))
+    return stages
+
+
+def _check_buckets(recipe: Recipe) -> None:
+    """Buckets are disjoint and hold every trained gradient exactly once."""
+    buckets = recipe.plan.buckets(recipe.network.frozen_gradients)
+    for i, bucket in enumerate(buckets):
+        for other in buckets[i + 1 :]:
+            if bucket.range.overlaps(other.range):
+                raise ModelError(
+                    f"buckets {bucket.stage} and {other.stage} share bytes: "
+                    "cut them apart in the table"
+                )
+    for parameter in recipe.network.parameters:
+        if parameter.trainable:
+            gradient = recipe.plan.range(parameter.gradient)
+            holders = [b.stage for b in buckets if b.range.contains(gradient)]
+            if len(holders) != 1:
+                raise ModelError(
+                    f"{parameter.gradient} of layer {parameter.layer} is in the buckets {holders}: "
+                    "every trained gradient must be in exactly one; correct the table's buckets"
+                )
