@@ -1,5 +1,5 @@
-// *flag = 1 when any element is NaN or infinite; the flag is never cleared here. Several threads may
-// write the same 1.
+// *flag = 1 when any element is NaN or infinite; the flag is never cleared here. Several threads
+// may write the same 1.
 #include "trlow_kernel.h"
 
 TRLOW_KERNEL(nan_check_f32, i32* flag, const f32* x, i64 count) {

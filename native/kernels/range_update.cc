@@ -2,8 +2,8 @@
 //   sgd       w -= lr * g'
 //   momentum  m = mu * m + g',  w -= lr * m
 //   nesterov  m = mu * m + g',  w -= lr * (g' + mu * m)
-// The bias forms have no weight decay. Nothing is written when *skip is not 0. With lr = 0 every byte
-// of w stays (even where a gradient is infinite, and -0 stays -0); the moments still advance.
+// The bias forms have no weight decay. Nothing is written when *skip is not 0. With lr = 0 every
+// byte of w stays (even where a gradient is infinite, and -0 stays -0); the moments still advance.
 #include "trlow_kernel.h"
 
 TRLOW_INLINE f32 moved(f32 w, f32 lr, f32 direction) { return lr == 0.0f ? w : w - lr * direction; }

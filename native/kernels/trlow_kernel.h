@@ -2,10 +2,11 @@
 // device, there as one thread and as real blocks of fibers). No other header on the GPU's side.
 //
 // A kernel is declared as TRLOW_KERNEL(name, type arg, ...) or TRLOW_BLOCK_KERNEL(name, ...). Every
-// parameter is 8 bytes: T*, const T* or i64. A flat kernel strides over its work with TRLOW_EACH, so
-// any grid and block are right. A block kernel strides over items with TRLOW_EACH_ITEM; its body is
-// a list of phases of TRLOW_EACH_LANE loops with TRLOW_BARRIER() between them; what one phase leaves
-// for another lies in TRLOW_SHARED or global memory, never in a register. Any block size is right.
+// parameter is 8 bytes: T*, const T* or i64. A flat kernel strides over its work with TRLOW_EACH,
+// so any grid and block are right. A block kernel strides over items with TRLOW_EACH_ITEM; its body
+// is a list of phases of TRLOW_EACH_LANE loops with TRLOW_BARRIER() between them. What one phase
+// leaves for another lies in TRLOW_SHARED or global memory, never in a register, so any block size
+// is right. With every i64 argument 0 a kernel touches no memory: a warm-up launches it so.
 //
 // Both compilers run with contraction off, so the same expressions give the same bytes everywhere.
 #pragma once
@@ -17,7 +18,8 @@ typedef int i32;
 typedef unsigned int u32;
 typedef long long i64;
 
-#define TRLOW_LANES 256  // lanes of a block kernel: the width of its sums, whatever the block is
+#define TRLOW_LANES 256   // lanes of a block kernel: the width of its sums, whatever the block is
+#define TRLOW_STRANDS 16  // partial sums of a dot product, so that one thread can add as vectors
 
 #ifdef __CUDACC__
 // ---------------------------------------------------------------------------------- the GPU
@@ -26,8 +28,9 @@ typedef long long i64;
 #define TRLOW_BLOCK_KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
 #define TRLOW_SHARED(type, name, count) __shared__ type name[count]
 #define TRLOW_BARRIER() __syncthreads()
-#define TRLOW_INDEPENDENT
-#define TRLOW_WIDTH 1  // neighbouring threads take neighbouring channels
+#define TRLOW_VECTOR _Pragma("unroll")  // the loop runs over neighbouring channels
+#define TRLOW_WIDTH 1  // channels that a thread holds: neighbours take neighbouring ones
+#define TRLOW_ROWS 1   // channels of the other operand that it holds
 
 TRLOW_INLINE i64 trlow_thread() { return threadIdx.x; }
 TRLOW_INLINE i64 trlow_threads() { return blockDim.x; }
@@ -72,6 +75,36 @@ TRLOW_INLINE u32 trlow_round_bf16(f32 value) {
   for (i64 item = trlow_block(); item < (count); item += trlow_blocks())
 #define TRLOW_EACH_LANE(lane, count) \
   for (i64 lane = trlow_thread(); lane < (count); lane += trlow_threads())
+// Runs `call` with `lanes` = what is left of a tile of `width`; that of a whole tile is a constant,
+// which the compiler unrolls into registers and vectors.
+#define TRLOW_TILE(width, left, lanes, call) \
+  do {                                       \
+    if ((width) == 1 || (left) >= (width)) { \
+      constexpr int lanes = (width);         \
+      call;                                  \
+    } else {                                 \
+      const int lanes = (int)(left);         \
+      call;                                  \
+    }                                        \
+  } while (false)
+
+// Sum of the strands in one fixed order: halves onto halves.
+TRLOW_INLINE f32 trlow_tree_sum(f32* strand) {
+  for (int half = TRLOW_STRANDS / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) strand[j] += strand[j + half];
+  }
+  return strand[0];
+}
+
+// Every lane's `width` values onto those of lane 0, in the same order: phases of a block kernel.
+TRLOW_INLINE void trlow_tree_lanes(f32* lanes, int width) {
+  for (int half = TRLOW_LANES / 2; half > 0; half /= 2) {
+    TRLOW_EACH_LANE(lane, half) {
+      for (int j = 0; j < width; ++j) lanes[lane * width + j] += lanes[(lane + half) * width + j];
+    }
+    TRLOW_BARRIER();
+  }
+}
 
 // ---------------------------------------------------------------------------- 16-bit floats
 // Round to nearest, ties to even. A NaN keeps its sign and upper payload bits (as numpy's fp16

@@ -11,7 +11,6 @@
 #include "kernel_entry.h"
 
 #define TRLOW_INLINE static inline __attribute__((always_inline))
-#define TRLOW_INDEPENDENT _Pragma("GCC ivdep")
 
 #if defined(TRLOW_HOST_SERIAL) == defined(TRLOW_HOST_FIBERS)
 #error "define exactly one of TRLOW_HOST_SERIAL and TRLOW_HOST_FIBERS"
@@ -82,7 +81,10 @@ struct Runner<kernel> {
 #define TRLOW_HOST_MODE trlow_host::kSerialKernels
 #define TRLOW_SHARED(type, name, count) alignas(64) type name[count]
 #define TRLOW_BARRIER() ((void)0)
-#define TRLOW_WIDTH 16  // the one thread takes this many neighbouring channels as vectors
+#define TRLOW_WIDTH 16  // the one thread holds tiles of TRLOW_ROWS x TRLOW_WIDTH, as vectors
+#define TRLOW_ROWS 4
+// With -fopenmp-simd (no OpenMP runtime) the loop becomes vectors before it can become scalars.
+#define TRLOW_VECTOR _Pragma("omp simd")
 
 TRLOW_INLINE i64 trlow_thread() { return 0; }
 TRLOW_INLINE i64 trlow_threads() { return 1; }
@@ -92,9 +94,12 @@ TRLOW_INLINE i64 trlow_blocks() { return 1; }
 #define TRLOW_HOST_MODE trlow_host::kFiberKernels
 #define TRLOW_SHARED(type, name, count) \
   static char name##_key;               \
-  type* const name = static_cast<type*>(trlow_host::fiber_shared(&name##_key, (count) * sizeof(type)))
+  type* const name =                    \
+      static_cast<type*>(trlow_host::fiber_shared(&name##_key, (count) * sizeof(type)))
 #define TRLOW_BARRIER() trlow_host::fiber_barrier()
-#define TRLOW_WIDTH 1  // as on the GPU
+#define TRLOW_WIDTH 1  // both as on the GPU
+#define TRLOW_ROWS 1
+#define TRLOW_VECTOR
 
 TRLOW_INLINE i64 trlow_thread() { return trlow_host::fiber_place().thread[0]; }
 TRLOW_INLINE i64 trlow_threads() { return trlow_host::fiber_place().block_size[0]; }
@@ -121,11 +126,11 @@ struct __attribute__((may_alias, aligned(16))) Chunk {
   u32 word[4];
 };
 
-// The conversions of trlow_kernel.h for everything but NaN, in integers alone: they do not depend on
-// the rounding and flushing modes that other code of the process may have set.
+// The conversions of trlow_kernel.h for everything but NaN, in integers alone: they do not depend
+// on the rounding and flushing modes that other code of the process may have set.
 TRLOW_INLINE u32 trlow_round_f16(f32 value) {
   const u32 bits = trlow_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  // normal: rebias the exponent by 112; a carry out of the mantissa moves it up, at last to infinity
+  // normal: rebias the exponent by 112; a carry out of the mantissa moves it up
   const u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // subnormal: the mantissa in units of 2^-24, which lie `shift` bits up
   const u32 exponent = magnitude >> 23, distance = exponent < 113u ? 126u - exponent : 14u;
