@@ -10,15 +10,11 @@ cudaStreamGetCaptureInfo and their like): one prototype would be wrong for one o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from trlow.binding import clib
+from trlow.binding.clib import Interface, Library
+from trlow.binding.prototype import read_enum, read_prototypes, read_types
 from trlow.errors import CudaError
-
-if TYPE_CHECKING:
-    from trlow.binding.clib import Library
 
 TYPES = """
 #include <stddef.h>
@@ -48,136 +44,73 @@ typedef struct CUgraphNode_st* cudaGraphNode_t;
 typedef struct CUgraphExec_st* cudaGraphExec_t;
 typedef void (*cudaHostFn_t)(void* userData);
 enum cudaError {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInitializationError = 3,
-    cudaErrorCudartUnloading = 4,
-    cudaErrorInvalidConfiguration = 9,
-    cudaErrorInvalidSymbol = 13,
-    cudaErrorInvalidDevicePointer = 17,
-    cudaErrorInvalidMemcpyDirection = 21,
-    cudaErrorStubLibrary = 34,
-    cudaErrorInsufficientDriver = 35,
-    cudaErrorCallRequiresNewerDriver = 36,
-    cudaErrorDevicesUnavailable = 46,
-    cudaErrorIncompatibleDriverContext = 49,
-    cudaErrorInvalidDeviceFunction = 98,
-    cudaErrorNoDevice = 100,
-    cudaErrorInvalidDevice = 101,
-    cudaErrorInvalidKernelImage = 200,
-    cudaErrorDeviceUninitialized = 201,
-    cudaErrorNoKernelImageForDevice = 209,
-    cudaErrorECCUncorrectable = 214,
-    cudaErrorPeerAccessUnsupported = 217,
-    cudaErrorInvalidPtx = 218,
-    cudaErrorNvlinkUncorrectable = 220,
-    cudaErrorUnsupportedPtxVersion = 222,
-    cudaErrorSharedObjectSymbolNotFound = 302,
-    cudaErrorSharedObjectInitFailed = 303,
-    cudaErrorOperatingSystem = 304,
-    cudaErrorInvalidResourceHandle = 400,
-    cudaErrorIllegalState = 401,
-    cudaErrorSymbolNotFound = 500,
-    cudaErrorNotReady = 600,
-    cudaErrorIllegalAddress = 700,
-    cudaErrorLaunchOutOfResources = 701,
-    cudaErrorLaunchTimeout = 702,
-    cudaErrorPeerAccessAlreadyEnabled = 704,
-    cudaErrorPeerAccessNotEnabled = 705,
-    cudaErrorContextIsDestroyed = 709,
-    cudaErrorAssert = 710,
-    cudaErrorTooManyPeers = 711,
-    cudaErrorHostMemoryAlreadyRegistered = 712,
-    cudaErrorHostMemoryNotRegistered = 713,
-    cudaErrorIllegalInstruction = 715,
-    cudaErrorMisalignedAddress = 716,
-    cudaErrorLaunchFailure = 719,
-    cudaErrorNotPermitted = 800,
-    cudaErrorNotSupported = 801,
-    cudaErrorSystemNotReady = 802,
-    cudaErrorSystemDriverMismatch = 803,
-    cudaErrorStreamCaptureUnsupported = 900,
-    cudaErrorStreamCaptureInvalidated = 901,
-    cudaErrorStreamCaptureMerge = 902,
-    cudaErrorStreamCaptureUnmatched = 903,
-    cudaErrorStreamCaptureUnjoined = 904,
-    cudaErrorStreamCaptureIsolation = 905,
-    cudaErrorStreamCaptureImplicit = 906,
-    cudaErrorCapturedEvent = 907,
-    cudaErrorStreamCaptureWrongThread = 908,
-    cudaErrorTimeout = 909,
-    cudaErrorGraphExecUpdateFailure = 910,
-    cudaErrorExternalDevice = 911,
-    cudaErrorFunctionNotLoaded = 913,
-    cudaErrorUnknown = 999,
-    cudaErrorApiFailureBase = 10000
+    cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3, cudaErrorCudartUnloading = 4,
+    cudaErrorInvalidConfiguration = 9, cudaErrorInvalidSymbol = 13,
+    cudaErrorInvalidDevicePointer = 17, cudaErrorInvalidMemcpyDirection = 21,
+    cudaErrorStubLibrary = 34, cudaErrorInsufficientDriver = 35,
+    cudaErrorCallRequiresNewerDriver = 36, cudaErrorDevicesUnavailable = 46,
+    cudaErrorIncompatibleDriverContext = 49, cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorNoDevice = 100, cudaErrorInvalidDevice = 101, cudaErrorInvalidKernelImage = 200,
+    cudaErrorDeviceUninitialized = 201, cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorECCUncorrectable = 214, cudaErrorPeerAccessUnsupported = 217,
+    cudaErrorInvalidPtx = 218, cudaErrorNvlinkUncorrectable = 220,
+    cudaErrorUnsupportedPtxVersion = 222, cudaErrorSharedObjectSymbolNotFound = 302,
+    cudaErrorSharedObjectInitFailed = 303, cudaErrorOperatingSystem = 304,
+    cudaErrorInvalidResourceHandle = 400, cudaErrorIllegalState = 401,
+    cudaErrorSymbolNotFound = 500, cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700,
+    cudaErrorLaunchOutOfResources = 701, cudaErrorLaunchTimeout = 702,
+    cudaErrorPeerAccessAlreadyEnabled = 704, cudaErrorPeerAccessNotEnabled = 705,
+    cudaErrorContextIsDestroyed = 709, cudaErrorAssert = 710, cudaErrorTooManyPeers = 711,
+    cudaErrorHostMemoryAlreadyRegistered = 712, cudaErrorHostMemoryNotRegistered = 713,
+    cudaErrorIllegalInstruction = 715, cudaErrorMisalignedAddress = 716,
+    cudaErrorLaunchFailure = 719, cudaErrorNotPermitted = 800, cudaErrorNotSupported = 801,
+    cudaErrorSystemNotReady = 802, cudaErrorSystemDriverMismatch = 803,
+    cudaErrorStreamCaptureUnsupported = 900, cudaErrorStreamCaptureInvalidated = 901,
+    cudaErrorStreamCaptureMerge = 902, cudaErrorStreamCaptureUnmatched = 903,
+    cudaErrorStreamCaptureUnjoined = 904, cudaErrorStreamCaptureIsolation = 905,
+    cudaErrorStreamCaptureImplicit = 906, cudaErrorCapturedEvent = 907,
+    cudaErrorStreamCaptureWrongThread = 908, cudaErrorTimeout = 909,
+    cudaErrorGraphExecUpdateFailure = 910, cudaErrorExternalDevice = 911,
+    cudaErrorFunctionNotLoaded = 913, cudaErrorUnknown = 999, cudaErrorApiFailureBase = 10000
 };
 typedef enum cudaError cudaError_t;
 enum cudaMemcpyKind {
-    cudaMemcpyHostToHost = 0,
-    cudaMemcpyHostToDevice = 1,
-    cudaMemcpyDeviceToHost = 2,
-    cudaMemcpyDeviceToDevice = 3,
-    cudaMemcpyDefault = 4
+    cudaMemcpyHostToHost = 0, cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3, cudaMemcpyDefault = 4
 };
 enum cudaStreamCaptureMode {
-    cudaStreamCaptureModeGlobal = 0,
-    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1,
     cudaStreamCaptureModeRelaxed = 2
 };
 enum cudaStreamCaptureStatus {
-    cudaStreamCaptureStatusNone = 0,
-    cudaStreamCaptureStatusActive = 1,
+    cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1,
     cudaStreamCaptureStatusInvalidated = 2
 };
 enum cudaGraphNodeType {
-    cudaGraphNodeTypeKernel = 0,
-    cudaGraphNodeTypeMemcpy = 1,
-    cudaGraphNodeTypeMemset = 2,
-    cudaGraphNodeTypeHost = 3,
-    cudaGraphNodeTypeGraph = 4,
-    cudaGraphNodeTypeEmpty = 5,
-    cudaGraphNodeTypeWaitEvent = 6,
-    cudaGraphNodeTypeEventRecord = 7,
-    cudaGraphNodeTypeExtSemaphoreSignal = 8,
-    cudaGraphNodeTypeExtSemaphoreWait = 9,
-    cudaGraphNodeTypeMemAlloc = 10,
-    cudaGraphNodeTypeMemFree = 11,
-    cudaGraphNodeTypeConditional = 13
+    cudaGraphNodeTypeKernel = 0, cudaGraphNodeTypeMemcpy = 1, cudaGraphNodeTypeMemset = 2,
+    cudaGraphNodeTypeHost = 3, cudaGraphNodeTypeGraph = 4, cudaGraphNodeTypeEmpty = 5,
+    cudaGraphNodeTypeWaitEvent = 6, cudaGraphNodeTypeEventRecord = 7,
+    cudaGraphNodeTypeExtSemaphoreSignal = 8, cudaGraphNodeTypeExtSemaphoreWait = 9,
+    cudaGraphNodeTypeMemAlloc = 10, cudaGraphNodeTypeMemFree = 11, cudaGraphNodeTypeConditional = 13
 };
 enum cudaDeviceAttr {
-    cudaDevAttrMaxThreadsPerBlock = 1,
-    cudaDevAttrMaxBlockDimX = 2,
-    cudaDevAttrMaxGridDimX = 5,
-    cudaDevAttrMaxSharedMemoryPerBlock = 8,
-    cudaDevAttrWarpSize = 10,
-    cudaDevAttrMultiProcessorCount = 16,
-    cudaDevAttrIntegrated = 18,
-    cudaDevAttrComputeMode = 20,
-    cudaDevAttrPciBusId = 33,
-    cudaDevAttrPciDeviceId = 34,
-    cudaDevAttrGlobalMemoryBusWidth = 37,
-    cudaDevAttrL2CacheSize = 38,
-    cudaDevAttrMaxThreadsPerMultiProcessor = 39,
-    cudaDevAttrAsyncEngineCount = 40,
-    cudaDevAttrUnifiedAddressing = 41,
-    cudaDevAttrPciDomainId = 50,
-    cudaDevAttrComputeCapabilityMajor = 75,
-    cudaDevAttrComputeCapabilityMinor = 76,
-    cudaDevAttrStreamPrioritiesSupported = 78,
+    cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMaxBlockDimX = 2, cudaDevAttrMaxGridDimX = 5,
+    cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrWarpSize = 10,
+    cudaDevAttrMultiProcessorCount = 16, cudaDevAttrIntegrated = 18, cudaDevAttrComputeMode = 20,
+    cudaDevAttrPciBusId = 33, cudaDevAttrPciDeviceId = 34, cudaDevAttrGlobalMemoryBusWidth = 37,
+    cudaDevAttrL2CacheSize = 38, cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+    cudaDevAttrAsyncEngineCount = 40, cudaDevAttrUnifiedAddressing = 41,
+    cudaDevAttrPciDomainId = 50, cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrStreamPrioritiesSupported = 78,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 enum cudaDeviceP2PAttr {
-    cudaDevP2PAttrPerformanceRank = 1,
-    cudaDevP2PAttrAccessSupported = 2,
-    cudaDevP2PAttrNativeAtomicSupported = 3,
-    cudaDevP2PAttrCudaArrayAccessSupported = 4
+    cudaDevP2PAttrPerformanceRank = 1, cudaDevP2PAttrAccessSupported = 2,
+    cudaDevP2PAttrNativeAtomicSupported = 3, cudaDevP2PAttrCudaArrayAccessSupported = 4
 };
 enum cudaMemoryType {
-    cudaMemoryTypeUnregistered = 0,
-    cudaMemoryTypeHost = 1,
-    cudaMemoryTypeDevice = 2,
+    cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2,
     cudaMemoryTypeManaged = 3
 };
 struct cudaPointerAttributes {
@@ -266,3 +199,80 @@ cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t* pGraphNode, cudaGraph_t graph
     const cudaGraphNode_t* pDependencies, size_t numDependencies);
 cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsigned int flags);
 """
+
+cudaError = read_enum(TYPES, "cudaError")
+cudaMemcpyKind = read_enum(TYPES, "cudaMemcpyKind")
+cudaStreamCaptureMode = read_enum(TYPES, "cudaStreamCaptureMode")
+cudaStreamCaptureStatus = read_enum(TYPES, "cudaStreamCaptureStatus")
+cudaGraphNodeType = read_enum(TYPES, "cudaGraphNodeType")
+cudaDeviceAttr = read_enum(TYPES, "cudaDeviceAttr")
+cudaDeviceP2PAttr = read_enum(TYPES, "cudaDeviceP2PAttr")
+cudaMemoryType = read_enum(TYPES, "cudaMemoryType")
+
+cudaStreamNonBlocking = 0x01
+cudaEventBlockingSync = 0x01
+cudaEventDisableTiming = 0x02
+cudaEventRecordExternal = 0x01
+cudaEventWaitExternal = 0x01
+cudaHostAllocPortable = 0x01
+cudaHostAllocMapped = 0x02
+cudaHostRegisterPortable = 0x01
+
+NO_DEVICE = frozenset({35, 100})
+"""What cudaGetDeviceCount returns without a driver and without a device: both mean "no GPU"."""
+
+
+class PointerAttributes(ctypes.Structure):
+    """struct cudaPointerAttributes of CUDA 13; 12 writes the first 32 bytes of its 96."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("devicePointer", ctypes.c_void_p),
+        ("hostPointer", ctypes.c_void_p),
+        ("reserved", ctypes.c_long * 8),
+    )
+
+
+def load(path: str | None = None) -> Library:
+    """The CUDA runtime from `path`, or else from where cuda.pathfinder finds it. LibraryError."""
+    return clib.find(INTERFACE, path)
+
+
+def version_text(code: int) -> str:
+    """12080 -> "12.8": the runtime and the driver count alike."""
+    return f"{code // 1000}.{code % 1000 // 10}"
+
+
+def _failure(library: Library, function: str, code: int) -> CudaError:
+    name: bytes | None = library.cudaGetErrorName(code)
+    text: bytes | None = library.cudaGetErrorString(code)
+    return CudaError(
+        function,
+        code,
+        name.decode(errors="replace") if name else "unrecognized error code",
+        detail=text.decode(errors="replace") if text else "",
+    )
+
+
+INTERFACE = Interface(
+    title="CUDA runtime",
+    short="cudart",
+    prototypes=read_prototypes(
+        PROTOTYPES, read_types(TYPES, {"cudaPointerAttributes": PointerAttributes})
+    ),
+    status="cudaError_t",
+    failure=_failure,
+    version_function="cudaRuntimeGetVersion",
+    minimum=12000,  # cudaGraphInstantiate had other arguments before
+    version_text=version_text,
+    tolerated={
+        "cudaGetLastError": clib.ANY_CODE,
+        "cudaPeekAtLastError": clib.ANY_CODE,
+        "cudaGetDeviceCount": NO_DEVICE,
+        "cudaDeviceEnablePeerAccess": frozenset({cudaError.cudaErrorPeerAccessAlreadyEnabled}),
+        "cudaStreamQuery": frozenset({cudaError.cudaErrorNotReady}),
+        "cudaEventQuery": frozenset({cudaError.cudaErrorNotReady}),
+    },
+    remedy="pip install 'trlow[cu13]' or name the file in Settings.cudart_library",
+)

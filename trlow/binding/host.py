@@ -8,12 +8,12 @@ trlowHostStatus_t returns 0 or a cudaError code, the others return what they cou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from trlow.binding import clib, cudart, driver, nccl
-
-if TYPE_CHECKING:
-    from trlow.binding.clib import Library
+from trlow.binding import cudart, driver, nccl
+from trlow.binding.clib import Interface, Library, open_library
+from trlow.binding.prototype import read_prototypes, read_types
+from trlow.errors import CudaError, LibraryError
 
 TYPES = """
 typedef int trlowHostStatus_t;
@@ -30,3 +30,41 @@ trlowHostStatus_t trlowHostIssuerEnter(void);
 trlowHostStatus_t trlowHostIssuerLeave(void);
 trlowHostStatus_t trlowHostProgressTimeout(int milliseconds);
 """
+
+DEFAULT_PATH = Path(__file__).resolve().parents[1] / "_native" / "libtrlow_host.so"
+
+
+@dataclass(frozen=True, slots=True)
+class HostLibraries:
+    """Four tables over one file: three interfaces of NVIDIA's and the extensions."""
+
+    cudart: Library
+    driver: Library
+    nccl: Library
+    host: Library
+
+
+def load(path: str | None = None) -> HostLibraries:
+    """The host device from `path`, or else the one built into the package. LibraryError."""
+    chosen = Path(path) if path is not None else DEFAULT_PATH
+    if path is None and not chosen.is_file():
+        raise LibraryError(f"the host device is not built: no file {chosen}; run `make native`")
+    tables = (cudart.INTERFACE, driver.INTERFACE, nccl.INTERFACE, INTERFACE)
+    return HostLibraries(*(open_library(table, str(chosen), "host") for table in tables))
+
+
+def _failure(library: Library, function: str, code: int) -> CudaError:
+    name = _NAMES.get(code, "unrecognized error code")
+    return CudaError(function, code, name, detail=f"host device {library.path}")
+
+
+_NAMES = {int(code): code.name for code in cudart.cudaError}
+
+INTERFACE = Interface(
+    title="host device",
+    short="trlow_host",
+    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {})),
+    status="trlowHostStatus_t",
+    failure=_failure,
+    remedy="run `make native`",
+)

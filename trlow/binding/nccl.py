@@ -8,16 +8,51 @@ ncclResetDebugInit (deprecated by NVIDIA).
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
-from enum import IntEnum
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from trlow.binding import clib
-from trlow.errors import LibraryError, NcclError, UsageError
+from trlow.binding.clib import Interface, Library
+from trlow.binding.nccl_config import (
+    COLL_CONFIG_SINCE,
+    CONFIG_SINCE,
+    STRUCTURES,
+    CollConfig,
+    Config,
+    ConfigExt,
+    SimInfo,
+    UniqueId,
+    WaitSignalDesc,
+    coll_config,
+    config,
+    sim_info,
+)
+from trlow.binding.prototype import read_enum, read_prototypes, read_types
+from trlow.errors import NcclError
 
-if TYPE_CHECKING:
-    from trlow.binding.clib import Library
+__all__ = [
+    "COLL_CONFIG_SINCE",
+    "CONFIG_SINCE",
+    "INTERFACE",
+    "PROTOTYPES",
+    "TYPES",
+    "CollConfig",
+    "Config",
+    "ConfigExt",
+    "SimInfo",
+    "UniqueId",
+    "WaitSignalDesc",
+    "coll_config",
+    "config",
+    "load",
+    "ncclCommMemStat_t",
+    "ncclDataType_t",
+    "ncclRedOp_t",
+    "ncclResult_t",
+    "ncclScalarResidence_t",
+    "sim_info",
+]
 
 TYPES = """
 #include <limits.h>
@@ -45,78 +80,37 @@ typedef struct ncclComm* ncclComm_t;
 typedef struct ncclWindow_vidmem* ncclWindow_t;
 typedef struct { char internal[NCCL_UNIQUE_ID_BYTES]; } ncclUniqueId;
 typedef enum {
-    ncclSuccess = 0,
-    ncclUnhandledCudaError = 1,
-    ncclSystemError = 2,
-    ncclInternalError = 3,
-    ncclInvalidArgument = 4,
-    ncclInvalidUsage = 5,
-    ncclRemoteError = 6,
-    ncclInProgress = 7,
-    ncclTimeout = 8,
-    ncclNumResults = 9
+    ncclSuccess = 0, ncclUnhandledCudaError = 1, ncclSystemError = 2, ncclInternalError = 3,
+    ncclInvalidArgument = 4, ncclInvalidUsage = 5, ncclRemoteError = 6, ncclInProgress = 7,
+    ncclTimeout = 8, ncclNumResults = 9
 } ncclResult_t;
 typedef enum {
-    ncclSum = 0,
-    ncclProd = 1,
-    ncclMax = 2,
-    ncclMin = 3,
-    ncclAvg = 4,
-    ncclNumOps = 5,
+    ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4, ncclNumOps = 5,
     ncclMaxRedOp = 0x7fffffff
 } ncclRedOp_t;
 typedef enum {
-    ncclInt8 = 0,
-    ncclUint8 = 1,
-    ncclInt32 = 2,
-    ncclUint32 = 3,
-    ncclInt64 = 4,
-    ncclUint64 = 5,
-    ncclFloat16 = 6,
-    ncclFloat32 = 7,
-    ncclFloat64 = 8,
-    ncclBfloat16 = 9,
-    ncclFloat8e4m3 = 10,
-    ncclFloat8e5m2 = 11,
-    ncclNumTypes = 12
+    ncclInt8 = 0, ncclUint8 = 1, ncclInt32 = 2, ncclUint32 = 3, ncclInt64 = 4, ncclUint64 = 5,
+    ncclFloat16 = 6, ncclFloat32 = 7, ncclFloat64 = 8, ncclBfloat16 = 9, ncclFloat8e4m3 = 10,
+    ncclFloat8e5m2 = 11, ncclNumTypes = 12
 } ncclDataType_t;
 typedef enum {
-    ncclScalarDevice = 0,
-    ncclScalarHostImmediate = 1
+    ncclScalarDevice = 0, ncclScalarHostImmediate = 1
 } ncclScalarResidence_t;
 typedef enum {
-    ncclStatGpuMemSuspend = 0,
-    ncclStatGpuMemSuspended = 1,
-    ncclStatGpuMemPersist = 2,
+    ncclStatGpuMemSuspend = 0, ncclStatGpuMemSuspended = 1, ncclStatGpuMemPersist = 2,
     ncclStatGpuMemTotal = 3
 } ncclCommMemStat_t;
 typedef struct ncclConfig_v23100 {
     size_t size;
-    unsigned int magic;
-    unsigned int version;
-    int blocking;
-    int cgaClusterSize;
-    int minCTAs;
-    int maxCTAs;
+    unsigned int magic, version;
+    int blocking, cgaClusterSize, minCTAs, maxCTAs;
     const char* netName;
-    int splitShare;
-    int trafficClass;
+    int splitShare, trafficClass;
     const char* commName;
-    int collnetEnable;
-    int CTAPolicy;
-    int shrinkShare;
-    int nvlsCTAs;
-    int nChannelsPerNetPeer;
-    int nvlinkCentricSched;
-    int graphUsageMode;
-    int numRmaCtx;
-    int maxP2pPeers;
-    int graphStreamOrdering;
-    int launchOrderImplicit;
-    int numRmaSig;
-    int rmaEagerInit;
-    int hostCftMode;
-    int nvlsHostMode;
+    int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs;
+    int nChannelsPerNetPeer, nvlinkCentricSched;
+    int graphUsageMode, numRmaCtx, maxP2pPeers, graphStreamOrdering;
+    int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode, nvlsHostMode;
 } ncclConfig_t;
 typedef struct ncclConfigExt {
     struct ncclConfigExt* next;
@@ -125,31 +119,20 @@ typedef struct ncclConfigExt {
 } ncclConfigExt_t;
 typedef struct ncclCollConfig_v23200 {
     size_t size;
-    unsigned int magic;
-    unsigned int version;
+    unsigned int magic, version;
     ncclConfigExt_t* ext;
-    int minCTAs;
-    int maxCTAs;
-    int nvlsCTAs;
-    int cgaClusterSize;
+    int minCTAs, maxCTAs, nvlsCTAs, cgaClusterSize;
     const char* algSelection;
-    int forceAlgSelection;
-    int CTAPolicy;
+    int forceAlgSelection, CTAPolicy;
     uint64_t userProfilerTag;
     cudaEvent_t launchCompletionEvent;
 } ncclCollConfig_t;
 typedef struct ncclSimInfo_v22200 {
     size_t size;
-    unsigned int magic;
-    unsigned int version;
+    unsigned int magic, version;
     float estimatedTime;
 } ncclSimInfo_t;
-typedef struct {
-    int opCnt;
-    int peer;
-    int sigIdx;
-    int ctx;
-} ncclWaitSignalDesc_t;
+typedef struct { int opCnt, peer, sigIdx, ctx; } ncclWaitSignalDesc_t;
 """
 
 PROTOTYPES = """
@@ -224,7 +207,7 @@ ncclResult_t ncclScatter(const void* sendbuff, void* recvbuff, size_t count,
 #if NCCL_VERSION_CODE >= 22807
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags);
 #endif
-#if NCCL_VERSION_CODE >= 22902
+#if NCCL_VERSION_CODE >= 22900
 ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId);
 ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank,
     ncclComm_t* newcomm, ncclConfig_t* config);
@@ -272,3 +255,70 @@ ncclResult_t ncclScatterConfig(const void* sendbuff, void* recvbuff, size_t coun
     const ncclCollConfig_t* config);
 #endif
 """
+
+ncclResult_t = read_enum(TYPES, "ncclResult_t")
+ncclRedOp_t = read_enum(TYPES, "ncclRedOp_t")
+ncclDataType_t = read_enum(TYPES, "ncclDataType_t")
+ncclScalarResidence_t = read_enum(TYPES, "ncclScalarResidence_t")
+ncclCommMemStat_t = read_enum(TYPES, "ncclCommMemStat_t")
+
+NCCL_WIN_DEFAULT = 0x00
+NCCL_WIN_COLL_SYMMETRIC = 0x01
+NCCL_WIN_REQUIRED_ALIGNMENT = 4096
+NCCL_SPLIT_NOCOLOR = -1
+NCCL_CTA_POLICY_DEFAULT = 0x00
+NCCL_CTA_POLICY_EFFICIENCY = 0x01
+NCCL_CTA_POLICY_ZERO = 0x02
+NCCL_SHRINK_DEFAULT = 0x00
+NCCL_SHRINK_ABORT = 0x01
+
+
+def load(path: str | None = None, *, variables: Mapping[str, str] | None = None) -> Library:
+    """NCCL from `path`, or else from where cuda.pathfinder finds it. LibraryError.
+
+    Errors of its calls show the NCCL_* entries of `variables`, the environment that NCCL reads.
+    """
+    return clib.find(replace(INTERFACE, failure=partial(_failure, variables or {})), path)
+
+
+def _version_text(code: int) -> str:
+    """22809 -> "2.28.9" (2.9 and later)."""
+    return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
+
+
+def _failure(variables: Mapping[str, str], library: Library, function: str, code: int) -> NcclError:
+    """`ncclGetLastError` may speak of an earlier failure, so it is shown and never decided by."""
+    text: bytes | None = library.ncclGetErrorString(code)
+    last: bytes | None = library.ncclGetLastError(None)
+    name = _NAMES.get(code, "unknown result")
+    details = [(text or b"").decode(errors="replace")]
+    if last and last.strip():
+        details.append(f"last error: {last.decode(errors='replace').strip()}")
+    settings = [f"{key}={variables[key]}" for key in sorted(variables) if key.startswith("NCCL_")]
+    if settings:
+        details.append(f"in effect: {' '.join(settings)}")
+    return NcclError(function, code, name, detail="; ".join(filter(None, details)))
+
+
+_NAMES = {int(code): code.name for code in ncclResult_t}
+# A communicator made with blocking = 0 may answer "in progress" to whatever uses it; one that
+# blocks never does.
+_IN_PROGRESS = frozenset({ncclResult_t.ncclInProgress})
+_TABLE = read_prototypes(PROTOTYPES, read_types(TYPES, STRUCTURES))
+
+INTERFACE = Interface(
+    title="NCCL",
+    short="nccl",
+    prototypes=_TABLE,
+    status="ncclResult_t",
+    failure=partial(_failure, {}),
+    version_function="ncclGetVersion",
+    minimum=21400,  # the first with ncclConfig_t
+    version_text=_version_text,
+    tolerated={
+        name: _IN_PROGRESS
+        for name, prototype in _TABLE.items()
+        if name == "ncclGroupEnd" or any("ncclComm_t" in kind for kind in prototype.parameters)
+    },
+    remedy="pip install 'trlow[cu13]' or name the file in Settings.nccl_library",
+)
