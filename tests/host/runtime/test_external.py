@@ -1,0 +1,134 @@
+"""Stages that somebody else enqueues: callbacks and ready-made graphs."""
+
+from __future__ import annotations
+
+import threading
+from ctypes import CFUNCTYPE, byref, c_void_p
+
+import numpy as np
+import pytest
+
+import trlow
+from trlow import range_op
+
+pytestmark = pytest.mark.timeout(60)
+HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
+
+
+def program_with(small, external, stream=trlow.Stream.COMP_1):
+    return trlow.Program.single(
+        "external",
+        (
+            trlow.Stage("WORK", stream, external=external),
+            trlow.Stage(
+                "COMM", trlow.Stream.UPDATE, (range_op.sum_all_reduce(small.plan.range("feature")),)
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_callback_enqueues_on_the_stream_of_its_rank(runtime, small, mode):
+    cudart = runtime.platform.cudart
+    threads = [set() for _ in range(4)]
+
+    def callback(rank, stream):
+        threads[rank].add(threading.get_ident())
+        source = runtime.arenas[rank].address("early")
+        target = runtime.arenas[rank].address("feature")
+        cudart.cudaMemcpyAsync(target, source, 24, 3, stream)
+
+    external = trlow.External(
+        "callback", (small.early,), (small.plan.range("feature"),), callback
+    )
+    replay = runtime.capture(program_with(small, external), mode)
+    replay.run(1)
+    for arena in runtime.arenas:
+        assert (arena.copy_out("feature") == 6).all()
+    assert all(len(found) == 1 for found in threads)
+    assert len(set.union(*threads)) == 4
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_host_function_is_a_stage_of_the_program(runtime, small, mode):
+    views = [arena.view("feature") for arena in runtime.arenas]
+
+    def body(rank):
+        def run(_):
+            views[rank][:] = 2.0 ** rank
+
+        return HOST_FUNCTION(run)
+
+    functions = [body(rank) for rank in range(4)]
+
+    def callback(rank, stream):
+        runtime.platform.cudart.cudaLaunchHostFunc(
+            stream, c_void_p.from_buffer(functions[rank]).value, None
+        )
+
+    external = trlow.External("callback", (), (small.plan.range("feature"),), callback)
+    replay = runtime.capture(program_with(small, external), mode)
+    replay.run(3)
+    for arena in runtime.arenas:
+        assert (arena.copy_out("feature") == 15).all()
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_ready_made_graph_becomes_a_child_graph(runtime, small, mode):
+    cudart = runtime.platform.cudart
+    graphs = []
+    for rank, arena in enumerate(runtime.arenas):
+        with runtime.platform.on(runtime.devices[rank]):
+            stream, graph = c_void_p(), c_void_p()
+            cudart.cudaStreamCreateWithFlags(byref(stream), 1)
+            cudart.cudaStreamBeginCapture(stream, 1)
+            cudart.cudaMemcpyAsync(
+                arena.address("feature"), arena.address("early"), 24, 3, stream
+            )
+            cudart.cudaStreamEndCapture(stream, byref(graph))
+            cudart.cudaStreamDestroy(stream)
+            graphs.append(graph.value)
+    external = trlow.External(
+        "graph", (small.early,), (small.plan.range("feature"),), tuple(graphs)
+    )
+    replay = runtime.capture(program_with(small, external), mode)
+    replay.run(2)
+    for arena in runtime.arenas:
+        assert (arena.copy_out("feature") == 6).all()
+    for rank, graph in enumerate(graphs):
+        with runtime.platform.on(runtime.devices[rank]):
+            cudart.cudaGraphDestroy(graph)
+
+
+def test_warm_up_of_a_callback_leaves_persistent_memory_as_it_was(runtime, small):
+    """The callback writes weights; warming and capturing it must not show."""
+    cudart = runtime.platform.cudart
+    weights = np.arange(6, dtype=np.float32)
+    for arena in runtime.arenas:
+        arena.copy_in("w", weights)
+
+    def callback(rank, stream):
+        cudart.cudaMemcpyAsync(
+            runtime.arenas[rank].address("w"), runtime.arenas[rank].address("early"), 24, 3, stream
+        )
+
+    external = trlow.External("callback", (small.early,), (small.plan.range("w"),), callback)
+    replay = runtime.capture(program_with(small, external))
+    for arena in runtime.arenas:
+        assert (arena.copy_out("w") == weights).all()
+    replay.run(1)
+    for rank, arena in enumerate(runtime.arenas):
+        assert (arena.copy_out("w") == rank).all()
+
+
+def test_warm_up_of_a_collective_leaves_persistent_memory_as_it_was(runtime, small):
+    for rank, arena in enumerate(runtime.arenas):
+        arena.copy_in("w", np.full(6, rank, np.float32))
+    program = trlow.Program.single(
+        "broadcast",
+        (trlow.Stage("B", trlow.Stream.UPDATE, (range_op.broadcast(small.plan.range("w"), root=2),)),),
+    )
+    replay = runtime.capture(program)
+    assert [arena.copy_out("w")[0] for arena in runtime.arenas] == [0, 1, 2, 3]
+    replay.run(1)
+    assert [arena.copy_out("w")[0] for arena in runtime.arenas] == [2, 2, 2, 2]

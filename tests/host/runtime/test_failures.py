@@ -1,0 +1,211 @@
+"""A rank fails, does not come, or is interrupted: one error, no hang, and the next run works."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import trlow
+from trlow.errors import CaptureError, RankError, TrlowError
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def works(runtime, small):
+    """Capture and replay a mean on ``runtime`` and check it on every rank."""
+    for rank, arena in enumerate(runtime.arenas):
+        arena.copy_in("early", np.full(1000, rank, np.float32))
+        arena.copy_in("factor", np.array([0.25], np.float32))
+        arena.copy_in("one", np.array([1.0], np.float32))
+    replay = runtime.capture(small.mean_program())
+    for rank, arena in enumerate(runtime.arenas):
+        arena.copy_in("early", np.full(1000, rank, np.float32))
+    replay.run(1)
+    return all((arena.copy_out("early") == 1.5).all() for arena in runtime.arenas)
+
+
+def callback_program(small, callback):
+    stage = trlow.Stage(
+        "WORK",
+        trlow.Stream.COMP_1,
+        external=trlow.External("callback", (), (small.plan.range("feature"),), callback),
+    )
+    return trlow.Program.single("work", (stage, *small.mean_program().phases[0]))
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+@pytest.mark.parametrize("step", [0, 1, 5])
+def test_a_rank_that_raises_before_its_launch_ends_all_with_one_error(
+    runtime, small, mode, step
+):
+    replay = runtime.capture(small.feed_program(), mode)
+
+    def fill(rank, current, slot):
+        if rank == 1 and current == step + 1:
+            message = "no more data"
+            raise OSError(message)
+
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="no more data") as caught:
+        replay.run(10, fill)
+    assert time.monotonic() - begun < 10
+    assert (caught.value.rank, caught.value.step) == (1, step)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert replay.closed
+    with pytest.raises(trlow.TrlowError, match="closed"):
+        replay.run(1)
+    assert works(runtime, small)
+
+
+def test_a_rank_that_never_comes_is_an_error_within_the_deadline(small):
+    settings = trlow.Settings(device="host", gpus="0-3", host_devices=4, deadline_s=1.0)
+    release = threading.Event()
+    with trlow.Runtime(settings, small.plan) as runtime:
+        replay = runtime.capture(small.feed_program())
+
+        def fill(rank, step, slot):
+            if rank == 2 and step == 3:
+                release.wait(4.0)
+
+        begun = time.monotonic()
+        with pytest.raises(RankError, match="no progress for 1 s"):
+            replay.run(10, fill)
+        assert time.monotonic() - begun < 9
+        release.set()
+        assert works(runtime, small)
+
+
+def test_a_callback_that_raises_in_capture_names_rank_and_stage(runtime, small):
+    armed = threading.Event()
+
+    def callback(rank, stream):
+        if armed.is_set() and rank == 3:
+            message = "bad callback"
+            raise RuntimeError(message)
+
+    program = callback_program(small, callback)
+    runtime.eager(program)  # warm, so that the failure falls into the capture
+    armed.set()
+    with pytest.raises(CaptureError, match="bad callback") as caught:
+        runtime.capture(program)
+    assert (caught.value.rank, caught.value.stage) == (3, "WORK")
+    assert runtime.platform.host.trlowHostLive(b"captures") == 0
+    assert works(runtime, small)
+
+
+def test_an_error_inside_a_group_launches_nothing(runtime, small, monkeypatch):
+    from trlow.communicator import Communicators  # noqa: PLC0415
+
+    program = small.mean_program()
+    runtime.eager(program)
+    for rank, arena in enumerate(runtime.arenas):
+        arena.copy_in("early", np.full(1000, rank, np.float32))
+    prepare = Communicators._prepare
+
+    def broken(self, call):
+        def fail():
+            message = "between group start and end"
+            raise ValueError(message)
+
+        return fail if call.rank == 2 else prepare(self, call)
+
+    monkeypatch.setattr(Communicators, "_prepare", broken)
+    with pytest.raises(TrlowError, match="between group start and end"):
+        runtime.eager(program)
+    monkeypatch.undo()
+    for rank, arena in enumerate(runtime.arenas):
+        assert (arena.copy_out("early") == rank).all()
+    assert works(runtime, small)
+
+
+def test_ctrl_c_in_the_loop_stops_all_ranks(runtime, small):
+    replay = runtime.capture(small.feed_program())
+    timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        replay.run(10_000_000, lambda rank, step, slot: None)
+    timer.join()
+    assert works(runtime, small)
+
+
+def test_mismatched_collectives_are_reported_at_issue(runtime, small, monkeypatch):
+    from trlow import enqueue, team  # noqa: PLC0415
+
+    program = small.mean_program()
+    runtime.eager(program)
+    honest = enqueue.calls
+
+    def lying(group, ranks, stream):
+        for call in honest(group, ranks, stream):
+            if call.rank == 1:
+                object.__setattr__(call, "count", call.count - 1)
+            yield call
+
+    assert team is not None
+    monkeypatch.setattr(enqueue, "calls", lying)
+    with pytest.raises(TrlowError, match="rank 1"):
+        runtime.eager(program)
+    monkeypatch.undo()
+    assert works(runtime, small)
+
+
+ACQUIRING = (
+    "cudaStreamCreateWithFlags",
+    "cudaMalloc",
+    "cudaHostAlloc",
+    "cudaEventCreateWithFlags",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cudaMemcpyAsync",
+    "cudaStreamBeginCapture",
+    "cudaStreamEndCapture",
+    "cudaStreamWaitEvent",
+    "cudaEventRecord",
+    "cudaGraphInstantiate",
+    "cudaGraphUpload",
+    "cudaGraphLaunch",
+    "cudaGraphGetNodes",
+    "ncclCommInitAll",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclAllReduce",
+)
+LIVE = (b"streams", b"events", b"graphs", b"execs", b"allocations", b"pinned", b"comms", b"modules")
+
+
+@pytest.mark.parametrize("function", ACQUIRING)
+def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, function):
+    """Fails the n-th call of ``function`` for every n that a short run reaches."""
+    settings = trlow.Settings(device="host", gpus="0-1", host_devices=2, deadline_s=10.0)
+    host = None
+    reached = 0
+    for nth in range(1, 400):
+        if host is not None:
+            host.trlowHostFail(function.encode(), nth, 2)
+        try:
+            with trlow.Runtime(settings, small.plan) as runtime:
+                host = runtime.platform.host
+                if reached == 0:
+                    host.trlowHostFail(function.encode(), nth, 2)
+                replay = runtime.capture(small.feed_program())
+                replay.run(3, lambda rank, step, slot: None)
+            failed = False
+        except TrlowError as error:
+            failed = True
+            reached += 1
+            assert function in str(error), error
+        host.trlowHostFail(function.encode(), 0, 0)
+        assert [host.trlowHostLive(name) for name in LIVE] == [0] * len(LIVE)
+        assert host.trlowHostLive(b"captures") == 0
+        if not failed and nth > 1:
+            break
+    assert reached > 0 or function in {"cudaStreamCreateWithFlags", "cudaMalloc", "ncclCommInitAll"}
+    with trlow.Runtime(settings, small.plan) as runtime:
+        for arena in runtime.arenas:
+            arena.copy_in("one", np.array([1.0], np.float32))
+        runtime.capture(small.feed_program()).run(1, lambda rank, step, slot: None)

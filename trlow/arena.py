@@ -1,0 +1,191 @@
+"""One device allocation per rank, and the addresses that a plan gives its bytes.
+
+The plan says offsets, the arena adds a base. All ranks use the same plan, so a DTensor has the same
+offset on each of them. Every device call of an arena runs on its rank's own thread, through the
+``call`` that the runtime hands in; a caller on any other thread waits in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from ctypes import byref, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trlow.errors import PlanError, UsageError
+from trlow.plan import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from trlow.device import Platform
+    from trlow.plan import MemoryPlan
+
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+
+
+class DeviceArray:
+    """A DTensor's bytes on a device, described by the protocol of its platform. Owns nothing.
+
+    CUDA memory is described by ``__cuda_array_interface__`` (version 3), the host device's by
+    ``__array_interface__``; bfloat16 appears as uint16. ``arena`` keeps the memory alive.
+    """
+
+    def __init__(self, arena: Arena, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.arena = arena
+        interface = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
+        if arena.on_host:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface | {"stream": None}
+
+
+def check_memory(platform: Platform, plan: MemoryPlan, devices: Sequence[int]) -> None:
+    """Refuse a plan whose arena does not fit, before anything is allocated.
+
+    Raises ``PlanError`` naming rank, wanted and free bytes.
+    """
+    for rank, device in enumerate(devices):
+        free, _ = platform.memory(device)
+        if plan.arena_nbytes > free:
+            message = (
+                f"the arena needs {plan.arena_nbytes} bytes, rank {rank} (device {device}) has "
+                f"{free} free; use a smaller batch, a smaller model or more ranks"
+            )
+            raise PlanError(message)
+
+
+class Arena:
+    """The memory of one rank. ``call(function)`` runs a function on the rank's own thread."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        plan: MemoryPlan,
+        rank: int,
+        stream: int,
+        call: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """Allocate ``plan.arena_nbytes`` bytes and zero them. Runs on the rank's own thread.
+
+        ``stream`` carries this arena's own copies. Raises ``CudaError`` without memory.
+        """
+        self.plan = plan
+        self.rank = rank
+        self.on_host = platform.name == "host"
+        self._cudart = platform.cudart
+        self._stream = stream
+        self._call = call
+        self.base = self._allocate(plan.arena_nbytes)
+        try:
+            self._cudart.cudaMemsetAsync(self.base, 0, plan.arena_nbytes, stream)
+            self._cudart.cudaStreamSynchronize(stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, nbytes: int) -> int:
+        pointer = c_void_p()
+        self._cudart.cudaMalloc(byref(pointer), nbytes)
+        return pointer.value or 0
+
+    def address(self, what: str | Range) -> int:
+        """The device address of a DTensor, region or range. Raises ``PlanError`` if unknown."""
+        return self.base + self._range(what).offset
+
+    def _range(self, what: str | Range) -> Range:
+        return what if isinstance(what, Range) else self.plan.range(what)
+
+    def copy_in(self, what: str | Range, array: NDArray[Any]) -> None:
+        """Copy ``array`` to a DTensor (its exact shape) or to a range (``count`` elements, flat).
+
+        The numpy type must be the plan's (bfloat16 as uint16). Raises ``UsageError`` otherwise.
+        """
+        span, shape = self._extent(what)
+        wanted = span.dtype.numpy
+        if array.dtype != wanted or array.shape != shape:
+            message = (
+                f"{what}: got {array.dtype} {array.shape}, the plan says {wanted} {shape}; "
+                "convert or reshape the array first"
+            )
+            raise UsageError(message)
+        source = np.ascontiguousarray(array)
+        address = source.ctypes.data
+        nbytes = source.nbytes
+        self._call(lambda: self._copy(self.base + span.offset, address, nbytes, HOST_TO_DEVICE))
+
+    def copy_out(self, what: str | Range) -> NDArray[Any]:
+        """A fresh numpy copy of a DTensor (in its shape) or of a range (flat)."""
+        span, shape = self._extent(what)
+        array = np.empty(shape, span.dtype.numpy)
+        address = array.ctypes.data
+        self._call(
+            lambda: self._copy(address, self.base + span.offset, array.nbytes, DEVICE_TO_HOST)
+        )
+        return array
+
+    def _extent(self, what: str | Range) -> tuple[Range, tuple[int, ...]]:
+        """The bytes and the numpy shape of ``what``; a DTensor with variants has its largest."""
+        span = self._range(what)
+        if isinstance(what, str) and what not in self.plan.table:
+            shape = self.plan[what].shape
+            if math.prod(shape) * span.dtype.itemsize == span.nbytes:
+                return span, shape
+        return span, (span.count,)
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes:
+            self._cudart.cudaMemcpyAsync(target, source, nbytes, kind, self._stream)
+            self._cudart.cudaStreamSynchronize(self._stream)
+
+    def array(self, what: str | Range) -> DeviceArray:
+        """The bytes themselves, for frameworks that read an array interface. No copy."""
+        span, shape = self._extent(what)
+        return DeviceArray(self, self.base + span.offset, shape, span.dtype.numpy.str)
+
+    def view(self, what: str | Range) -> NDArray[Any]:
+        """A numpy view of the memory itself; host device only, ``UsageError`` on CUDA.
+
+        Read it only while no step runs.
+        """
+        if not self.on_host:
+            message = "a numpy view needs host memory; on CUDA use array() or copy_out()"
+            raise UsageError(message)
+        return np.asarray(self.array(what))
+
+    @contextmanager
+    def saved(self, ranges: Sequence[Range]) -> Iterator[None]:
+        """Put the bytes of ``ranges`` back after the body, whatever it wrote to them.
+
+        Runs on the rank's own thread, outside of any capture.
+        """
+        total = sum(item.nbytes for item in ranges)
+        if not total:
+            yield
+            return
+        copy = self._allocate(total)
+        try:
+            self._move(ranges, copy, restore=False)
+            try:
+                yield
+            finally:
+                self._move(ranges, copy, restore=True)
+        finally:
+            self._cudart.cudaFree(copy)
+
+    def _move(self, ranges: Sequence[Range], copy: int, *, restore: bool) -> None:
+        for item in ranges:
+            ours = self.base + item.offset
+            target, source = (ours, copy) if restore else (copy, ours)
+            self._copy(target, source, item.nbytes, DEVICE_TO_DEVICE)
+            copy += item.nbytes
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self.base:
+            base, self.base = self.base, 0
+            self._cudart.cudaFree(base)

@@ -1,0 +1,144 @@
+"""The communicators of all ranks: made together, used in indivisible groups, aborted together.
+
+NCCL launches whatever a group holds when it ends, even if the caller failed half-way. So every
+argument of a group is prepared before ``ncclGroupStart``, and if something raises inside all the
+same, a call with a null communicator poisons the group and nothing is launched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trlow.errors import ForeignError, TrlowError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from trlow.device import Platform
+
+# ncclRedOp_t of nccl.h
+REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+FLOAT32 = 7  # ncclFloat32; any type will do for a call that must be refused
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of one rank with every argument as C takes it."""
+
+    rank: int
+    kind: str  # "all_reduce" or "broadcast"
+    address: int  # in place
+    count: int
+    dtype_code: int
+    op: str
+    root: int
+    stream: int
+
+
+class Communicators:
+    """One communicator per rank of one process. Groups are issued by the coordinator only."""
+
+    def __init__(self, platform: Platform, devices: Sequence[int]) -> None:
+        """``ncclCommInitAll`` over ``devices``. Runs on the coordinator. Raises ``NcclError``."""
+        self._nccl = platform.nccl
+        self._platform = platform
+        self.devices = tuple(devices)
+        handles = (c_void_p * len(devices))()
+        with platform.on(devices[0]):  # the call leaves another device current
+            self._nccl.ncclCommInitAll(handles, len(devices), (c_int * len(devices))(*devices))
+        self.handles: list[int] = [handle or 0 for handle in handles]
+        self._aborts: list[threading.Thread] = []
+        self._abort_errors: list[TrlowError] = []
+
+    def group(self, calls: Iterable[Call]) -> None:
+        """Issue all calls as one group, or nothing at all. Raises ``NcclError``, ``UsageError``."""
+        prepared = [self._prepare(call) for call in calls]
+        self._nccl.ncclGroupStart()
+        try:
+            for issue in prepared:
+                issue()
+        except BaseException:
+            self._poison()
+            raise
+        self._nccl.ncclGroupEnd()
+
+    def _prepare(self, call: Call) -> Callable[[], object]:
+        handle = self.handles[call.rank]
+        if call.kind == "all_reduce":
+            function, last = self._nccl.ncclAllReduce, REDUCE_OPS.get(call.op)
+            if last is None:
+                message = f"all_reduce knows {', '.join(REDUCE_OPS)}, not {call.op!r}"
+                raise UsageError(message)
+        elif call.kind == "broadcast":
+            function, last = self._nccl.ncclBroadcast, call.root
+        else:
+            message = f"a group knows all_reduce and broadcast, not {call.kind!r}"
+            raise UsageError(message)
+        arguments = (
+            *(call.address, call.address, call.count, call.dtype_code, last),
+            *(handle, call.stream),
+        )
+        return lambda: function(*arguments)
+
+    def _poison(self) -> None:
+        """Close the open group so that NCCL launches nothing of it."""
+        # Each refusal is what was wanted; the error that matters is being raised.
+        with suppress(ForeignError):
+            self._nccl.ncclAllReduce(None, None, 0, FLOAT32, 0, None, None)
+        with suppress(ForeignError):
+            self._nccl.ncclGroupEnd()
+
+    @property
+    def aborting(self) -> bool:
+        """Whether ``start_abort`` was called; nothing else may be done with them then."""
+        return bool(self._aborts)
+
+    def start_abort(self) -> None:
+        """Abort every rank on helper threads at once, so that spinning kernels exit. No wait."""
+        if self._aborts or not self.handles:
+            return
+        handles, self.handles = self.handles, []
+        for rank, handle in enumerate(handles):
+            thread = threading.Thread(
+                target=self._abort, args=(handle,), name=f"trlow-abort-{rank}", daemon=True
+            )
+            self._aborts.append(thread)
+        for thread in self._aborts:
+            thread.start()
+
+    def _abort(self, handle: int) -> None:
+        try:
+            self._nccl.ncclCommAbort(handle)
+        except TrlowError as error:
+            self._abort_errors.append(error)
+
+    def join_abort(self, timeout_s: float) -> TrlowError | None:
+        """Wait for the aborts. They return only when every graph that captured them is destroyed.
+
+        Returns what went wrong, or None.
+        """
+        deadline = time.monotonic() + timeout_s
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late = [thread.name for thread in self._aborts if thread.is_alive()]
+        if late:
+            return TrlowError(f"ncclCommAbort did not return within {timeout_s:g} s: {late}")
+        return self._abort_errors[0] if self._abort_errors else None
+
+    def close(self) -> None:
+        """Destroy the communicators; every graph that captured them must be gone."""
+        handles, self.handles = self.handles, []
+        first: ForeignError | None = None
+        for rank, handle in enumerate(handles):
+            try:
+                with self._platform.on(self.devices[rank]):
+                    self._nccl.ncclCommDestroy(handle)
+            except ForeignError as error:
+                first = first or error.with_rank(rank, self.devices[rank])
+        if first is not None:
+            raise first

@@ -1,0 +1,205 @@
+"""One machine's devices behind one set of bound libraries.
+
+A ``Platform`` is either the host device or CUDA; everything above calls the same function names on
+it. NCCL is loaded on first use only, so that a single rank never loads it. Every helper here that
+takes a stream or an event leaves the caller's current device as it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_void_p
+from typing import TYPE_CHECKING
+
+from trlow.binding import cudart as cudart_binding
+from trlow.binding import driver as driver_binding
+from trlow.binding import host as host_binding
+from trlow.binding import nccl as nccl_binding
+from trlow.errors import LibraryError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+    from trlow.binding.clib import Library
+    from trlow.settings import Settings
+
+NON_BLOCKING = 1  # cudaStreamNonBlocking: no stream ever orders itself with the legacy stream
+DISABLE_TIMING = 2  # cudaEventDisableTiming
+BLOCKING_SYNC = 1  # cudaEventBlockingSync: a waiting thread sleeps
+NO_DEVICE = (35, 100)  # cudaErrorInsufficientDriver, cudaErrorNoDevice: both mean "no GPU"
+
+
+class Platform:
+    """The bound libraries of the host device or of CUDA, and what they say of the machine."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        """Load the runtime and the driver of ``name`` ("host" or "cuda").
+
+        Raises ``LibraryError`` when a library is missing.
+        """
+        self.name = name
+        self._settings = settings
+        self.host: Library | None = None
+        self._nccl: Library | None = None
+        if name == "host":
+            libraries = host_binding.load(settings.host_library)
+            self.host = libraries.host
+            self.cudart: Library = libraries.cudart
+            self.driver: Library = libraries.driver
+            self._host_nccl: Library | None = libraries.nccl
+            self.host.trlowHostConfigure(
+                settings.host_devices, settings.host_workers, settings.host_schedule_seed, 0
+            )
+        else:
+            self.cudart = cudart_binding.load(settings.cudart_library)
+            self.driver = driver_binding.load(settings.driver_library)
+            self._host_nccl = None
+
+    @classmethod
+    def open(cls, settings: Settings) -> Platform:
+        """The platform that ``settings.device`` names; "auto" takes GPUs if there are any."""
+        if settings.device != "auto":
+            platform = cls(settings.device, settings)
+            if platform.device_count() == 0:
+                message = (
+                    f"device={settings.device!r} but the CUDA runtime reports no GPU; "
+                    "use device='host' or 'auto'"
+                )
+                raise SettingsError(message)
+            return platform
+        try:
+            platform = cls("cuda", settings)
+            if platform.device_count() > 0:
+                return platform
+        except LibraryError:
+            pass  # "auto" asks whether CUDA is here; no library is the answer "no"
+        return cls("host", settings)
+
+    @property
+    def nccl(self) -> Library:
+        """The collectives' library, loaded on first use."""
+        if self._nccl is None:
+            self._nccl = self._host_nccl or nccl_binding.load(self._settings.nccl_library)
+        return self._nccl
+
+    @property
+    def libraries(self) -> dict[str, Library]:
+        """Every library loaded so far, by the name of its interface."""
+        found = {"cudart": self.cudart, "driver": self.driver}
+        if self._nccl is not None:
+            found["nccl"] = self._nccl
+        return found
+
+    def device_count(self) -> int:
+        """Devices of this platform; 0 where there is no driver or no GPU."""
+        count = c_int()
+        code = self.cudart.cudaGetDeviceCount(byref(count))
+        return 0 if code in NO_DEVICE else count.value
+
+    def memory(self, device: int) -> tuple[int, int]:
+        """(free, total) bytes of ``device``."""
+        free, total = c_size_t(), c_size_t()
+        with self.on(device):
+            self.cudart.cudaMemGetInfo(byref(free), byref(total))
+        return free.value, total.value
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Run the body with ``device`` current and give the caller's device back."""
+        before = c_int()
+        self.cudart.cudaGetDevice(byref(before))
+        if before.value == device:
+            yield
+            return
+        self.cudart.cudaSetDevice(device)
+        try:
+            yield
+        finally:
+            self.cudart.cudaSetDevice(before.value)
+
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Declare that the calling thread may still issue work while the body runs.
+
+        The host device needs it to tell a rank that is missing from one that is late (design,
+        section 7). CUDA has no such notion.
+        """
+        if self.host is None:
+            yield
+            return
+        self.host.trlowHostIssuerEnter()
+        try:
+            yield
+        finally:
+            self.host.trlowHostIssuerLeave()
+
+
+class Streams:
+    """The non-blocking streams of one rank by key. Made and closed on the rank's own thread."""
+
+    def __init__(self, platform: Platform, keys: Iterable[Hashable]) -> None:
+        self._platform = platform
+        self._handles: dict[Hashable, int] = {}
+        try:
+            for key in keys:
+                handle = c_void_p()
+                platform.cudart.cudaStreamCreateWithFlags(byref(handle), NON_BLOCKING)
+                self._handles[key] = handle.value or 0
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, key: Hashable) -> int:
+        """The handle (cudaStream_t) of the stream named ``key``."""
+        return self._handles[key]
+
+    def synchronize(self) -> None:
+        """Wait for every stream. Only outside the replay loop."""
+        for handle in self._handles.values():
+            self._platform.cudart.cudaStreamSynchronize(handle)
+
+    def close(self) -> None:
+        """Destroy the streams; a second call does nothing."""
+        while self._handles:
+            _, handle = self._handles.popitem()
+            self._platform.cudart.cudaStreamDestroy(handle)
+
+
+class Events:
+    """Events of one rank, without timing, made before the loop and reused by key."""
+
+    def __init__(self, platform: Platform, *, blocking: bool = False) -> None:
+        self._platform = platform
+        self._flags = DISABLE_TIMING | (BLOCKING_SYNC if blocking else 0)
+        self._handles: dict[Hashable, int] = {}
+
+    def __getitem__(self, key: Hashable) -> int:
+        """The event named ``key``, made on first use (never inside the replay loop)."""
+        if key not in self._handles:
+            handle = c_void_p()
+            self._platform.cudart.cudaEventCreateWithFlags(byref(handle), self._flags)
+            self._handles[key] = handle.value or 0
+        return self._handles[key]
+
+    def close(self) -> None:
+        """Destroy the events; a second call does nothing."""
+        while self._handles:
+            _, handle = self._handles.popitem()
+            self._platform.cudart.cudaEventDestroy(handle)
+
+
+class Pinned:
+    """Page-locked host memory that a copy engine can read while the CPU goes on."""
+
+    def __init__(self, platform: Platform, nbytes: int) -> None:
+        self._platform = platform
+        self.nbytes = nbytes
+        pointer = c_void_p()
+        platform.cudart.cudaHostAlloc(byref(pointer), max(nbytes, 1), 0)
+        self.address: int = pointer.value or 0
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self.address:
+            address, self.address = self.address, 0
+            self._platform.cudart.cudaFreeHost(address)

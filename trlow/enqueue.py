@@ -1,0 +1,216 @@
+"""A stage becomes calls on a stream: the same code for eager steps, warm-up and capture.
+
+Own kernels and copies are enqueued by the rank's thread. At a group of collectives every rank
+thread stops at a barrier, the coordinator issues one group for all ranks into their streams, and
+only after the group has ended does any rank go on: nothing that follows a collective can be
+enqueued before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from trlow.communicator import Call
+from trlow.errors import CaptureError, ForeignError
+from trlow.program import Stream
+from trlow.range_op import Collective, FeedCopy, Launch
+from trlow.ranks import PeerFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from trlow.arena import Arena
+    from trlow.communicator import Communicators
+    from trlow.device import Events, Platform, Streams
+    from trlow.feed import Feed
+    from trlow.kernel import Kernels
+    from trlow.program import Program, Stage
+    from trlow.ranks import Status
+
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
+
+
+@dataclass(slots=True)
+class Rank:
+    """Everything that one rank owns on its device; used on that rank's own thread."""
+
+    index: int
+    device: int
+    platform: Platform
+    status: Status
+    streams: Streams
+    events: Events  # for order on the device
+    step_events: Events  # for the bounded run-ahead of the host
+    kernels: Kernels
+    feed: Feed
+    arena: Arena
+    children: dict[int, int] = field(default_factory=dict)  # external cudaGraph_t -> its exec
+
+    def launch(self, action: Launch, stream: int) -> None:
+        """Enqueue one kernel with ranges as addresses."""
+        base = self.arena.base
+        values = [item if isinstance(item, int) else base + item.offset for item in action.args]
+        self.kernels.launch(action.kernel, values, action.work, stream)
+
+    def copy_feed(self, action: FeedCopy, stream: int) -> None:
+        """Enqueue the copy of a whole pinned slot to its twin in the arena."""
+        target = self.arena.base + action.range.offset
+        self.platform.cudart.cudaMemcpyAsync(
+            target, self.feed.source(action.slot), action.range.nbytes, HOST_TO_DEVICE, stream
+        )
+
+    def record(self, key: object, stream: int) -> None:
+        """Record the event named ``key``."""
+        self.platform.cudart.cudaEventRecord(self.events[key], stream)
+
+    def wait(self, stream: int, key: object) -> None:
+        """Make ``stream`` wait for the event named ``key``."""
+        self.platform.cudart.cudaStreamWaitEvent(stream, self.events[key], 0)
+
+
+Groups: TypeAlias = list[tuple[Stream, tuple[Collective, ...]]]
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Where all rank threads and the coordinator meet for each group of collectives."""
+
+    parties: int  # ranks
+    deadline_s: float
+    groups: Groups = field(default_factory=list)
+    _barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._barrier = threading.Barrier(self.parties + 1, timeout=self.deadline_s)
+
+    def meet(self) -> None:
+        """A rank's side: arrive, and return when the group has ended."""
+        self._wait()
+        self._wait()
+
+    def serve(self, communicators: Communicators, ranks: Sequence[Rank]) -> None:
+        """The coordinator's side: every group in order. An error stops all ranks."""
+        try:
+            for stream, group in self.groups:
+                self._wait()
+                communicators.group(calls(group, ranks, stream))
+                self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            message = "a rank or the coordinator stopped before the collective"
+            raise PeerFailedError(message) from None
+
+    def stop(self) -> None:
+        """Wake everybody who waits here or comes later."""
+        self._barrier.abort()
+
+
+def calls(group: Iterable[Collective], ranks: Sequence[Rank], stream: Stream) -> Iterator[Call]:
+    """One call per collective and rank, with every argument resolved."""
+    for collective in group:
+        for rank in ranks:
+            yield Call(
+                rank.index,
+                collective.kind,
+                rank.arena.base + collective.range.offset,
+                collective.range.count,
+                collective.range.dtype.nccl_code,
+                collective.op,
+                collective.root,
+                rank.streams[stream],
+            )
+
+
+def groups_of(stages: Iterable[Stage], world_size: int) -> Groups:
+    """The groups that ``stages`` issue in order; none when there is only one rank."""
+    if world_size == 1:
+        return []
+    groups: Groups = []
+    for stage in stages:
+        for group in stage.groups():
+            collectives = tuple(action for action in group if isinstance(action, Collective))
+            if collectives:
+                groups.append((stage.stream, collectives))
+    return groups
+
+
+def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> None:
+    """Enqueue everything of ``stage``. ``rendezvous`` is None when there is only one rank."""
+    stream = rank.streams[stage.stream]
+    rank.status.stage = stage.name
+    for group in stage.groups():
+        action = group[0]
+        if isinstance(action, Collective):
+            rank.status.op = action.kind
+            if rendezvous is not None:
+                rendezvous.meet()
+        elif isinstance(action, Launch):
+            rank.status.op = action.kernel
+            rank.launch(action, stream)
+        else:
+            rank.status.op = f"feed {action.slot}"
+            rank.copy_feed(action, stream)
+    if stage.external is not None:
+        rank.status.op = "external"
+        _enqueue_external(rank, stage, stream)
+    rank.status.op = None
+
+
+def _enqueue_external(rank: Rank, stage: Stage, stream: int) -> None:
+    external = stage.external
+    if external is None:
+        return
+    if external.kind == "callback":
+        external.body(rank.index, stream)  # type: ignore[operator]
+    else:
+        # Launched into a capturing stream, an executable graph becomes a child graph node.
+        graph = external.body[rank.index]  # type: ignore[index]
+        rank.platform.cudart.cudaGraphLaunch(rank.children[graph], stream)
+
+
+def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvous | None) -> None:
+    """Enqueue one step: fork from UPDATE, every stage behind its edges, join UPDATE."""
+    stages = program.phases[phase]
+    edges = [edge for edge in program.edges() if edge.distance == 0 and edge.src[0] == phase]
+    sources = {edge.src[1] for edge in edges}
+    update = rank.streams[Stream.UPDATE]
+    others = {stage.stream for stage in stages} - {Stream.UPDATE}
+    used = [stream for stream in Stream if stream in others]
+    rank.record("fork", update)
+    for other in used:
+        rank.wait(rank.streams[other], "fork")
+    for index, stage in enumerate(stages):
+        stream = rank.streams[stage.stream]
+        for edge in edges:
+            if edge.dst[1] == index:
+                rank.wait(stream, ("stage", edge.src[1]))
+        enqueue_stage(rank, stage, rendezvous)
+        if index in sources:
+            rank.record(("stage", index), stream)
+    for other in used:
+        rank.record(("join", other), rank.streams[other])
+        rank.wait(update, ("join", other))
+
+
+def stage_failure(rank: Rank, error: BaseException) -> BaseException:
+    """``error`` of a rank's capture as a ``CaptureError`` that says where it happened."""
+    if isinstance(error, PeerFailedError):
+        return error
+    if isinstance(error, ForeignError) and error.rank is None:
+        error = error.with_rank(rank.index, rank.device)
+    failure = CaptureError(
+        f"capture failed: {error}",
+        rank=rank.index,
+        stage=rank.status.stage,
+        op=rank.status.op,
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,181 @@
+"""The kernels of one device: found by their declarations, compiled if need be, loaded, launched.
+
+The declaration in a kernel's source is the only one: name, parameters and kind are read from it
+here, so that a call with a wrong number of arguments fails before it reaches the driver. Every
+parameter is 8 bytes, a pointer or a 64-bit extent. The host device has the same kernels compiled
+in; for it nothing is compiled at run time.
+"""
+
+from __future__ import annotations
+
+import re
+from ctypes import addressof, byref, c_char_p, c_int, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trlow.binding import nvrtc
+from trlow.errors import LibraryError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from ctypes import Array
+
+    from trlow.device import Platform
+
+BLOCK_THREADS = 256
+MAX_BLOCKS = 65_535  # kernels stride over the rest of their work
+HOST_IMAGE = b"trlow-host-kernels\0"
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
+HEADER = "trlow_kernel.h"
+NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction, as in the host build
+
+_DECLARATION = re.compile(
+    r"^TRLOW_(BLOCK_)?KERNEL\(\s*(\w+)\s*,([^)]*)\)", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a kernel's source says of it."""
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]  # (C type, name), each 8 bytes
+    block: bool  # one block per work item, or a flat loop over the work items
+    source: str  # file name
+
+    @property
+    def extents(self) -> tuple[bool, ...]:
+        """Per parameter whether it is a 64-bit extent (True) or a pointer (False)."""
+        return tuple("*" not in c_type for c_type, _ in self.parameters)
+
+    def grid(self, work: int) -> int:
+        """Blocks to launch for ``work`` items."""
+        blocks = work if self.block else -(-work // BLOCK_THREADS)
+        return min(max(blocks, 1), MAX_BLOCKS)
+
+
+def source_folder() -> Path:
+    """Where the kernel sources are: the checkout's own, or the installed package's copy."""
+    package = Path(__file__).resolve().parent
+    for folder in (package.parent / "native" / "kernels", package / "_native" / "kernels"):
+        if (folder / HEADER).is_file():
+            return folder
+    message = f"the kernel sources are missing beside {package}; reinstall trlow"
+    raise LibraryError(message)
+
+
+@cache
+def declarations() -> dict[str, Declaration]:
+    """Every declared kernel by name."""
+    found: dict[str, Declaration] = {}
+    for path in sorted(source_folder().glob("*.cc")):
+        for block, name, parameters in _DECLARATION.findall(path.read_text()):
+            pairs = tuple(_parameter(text) for text in parameters.split(","))
+            found[name] = Declaration(name, pairs, bool(block), path.name)
+    return found
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    c_type, name = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return re.sub(r"\s+", " ", c_type), name
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """Compile one file of the kernel folder to a CUBIN for ``sm_<architecture>``.
+
+    Raises ``CompileError`` with the compiler's log.
+    """
+    folder = source_folder()
+    options = (*NVRTC_OPTIONS, f"--gpu-architecture=sm_{architecture}")
+    headers = {HEADER: (folder / HEADER).read_bytes()}
+    return nvrtc.compile_cubin((folder / source).read_bytes(), source, headers, options)
+
+
+@cache
+def _cubin(source: str, architecture: str) -> bytes:
+    """One compilation per source and architecture in a process, for all ranks."""
+    return compile_source(source, architecture)
+
+
+class Kernels:
+    """The kernels of one rank's device. Made, used and closed on the rank's own thread."""
+
+    def __init__(self, platform: Platform, device: int) -> None:
+        self._platform = platform
+        self._device = device
+        self._modules: dict[str, int] = {}
+        self._functions: dict[str, int] = {}
+
+    def load(self, names: Iterable[str]) -> None:
+        """Load every kernel of ``names``, so that no launch is a first use later on.
+
+        Raises ``UsageError`` for an unknown name, ``CompileError``, ``CudaError``.
+        """
+        for name in names:
+            if name in self._functions:
+                continue
+            if name not in declarations():
+                known = ", ".join(sorted(declarations()))
+                message = f"no kernel is named {name!r}; there are {known}"
+                raise UsageError(message)
+            function = c_void_p()
+            module = self._module(declarations()[name].source)
+            self._platform.driver.cuModuleGetFunction(byref(function), module, name.encode())
+            self._functions[name] = function.value or 0
+
+    def _module(self, source: str) -> int:
+        key, image = (
+            ("host", HOST_IMAGE)
+            if self._platform.name == "host"
+            else (source, _cubin(source, self._architecture()))
+        )
+        if key not in self._modules:
+            module = c_void_p()
+            self._platform.driver.cuModuleLoadData(byref(module), c_char_p(image))
+            self._modules[key] = module.value or 0
+        return self._modules[key]
+
+    def _architecture(self) -> str:
+        major, minor = c_int(), c_int()
+        get = self._platform.cudart.cudaDeviceGetAttribute
+        get(byref(major), COMPUTE_CAPABILITY_MAJOR, self._device)
+        get(byref(minor), COMPUTE_CAPABILITY_MINOR, self._device)
+        return f"{major.value}{minor.value}"
+
+    def launch(self, name: str, values: Sequence[int], work: int, stream: int) -> None:
+        """Enqueue one kernel on ``stream``. ``values`` are addresses and extents in order.
+
+        Raises ``UsageError`` for a wrong number of values, ``CudaError``.
+        """
+        declaration = declarations()[name]
+        if len(values) != len(declaration.parameters):
+            message = f"{name} takes {len(declaration.parameters)} arguments, got {len(values)}"
+            raise UsageError(message)
+        storage, pointers = _pack(values)
+        grid = declaration.grid(work)
+        self._platform.driver.cuLaunchKernel(
+            self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, stream, pointers, None
+        )
+        del storage  # the driver has copied the values when the call returns
+
+    def warm(self, name: str, address: int, stream: int) -> None:
+        """Launch ``name`` with every extent 0: it touches nothing, and is no longer a first use."""
+        values = [0 if extent else address for extent in declarations()[name].extents]
+        self.launch(name, values, 0, stream)
+
+    def close(self) -> None:
+        """Unload the modules; a second call does nothing."""
+        self._functions.clear()
+        while self._modules:
+            _, module = self._modules.popitem()
+            self._platform.driver.cuModuleUnload(module)
+
+
+def _pack(values: Sequence[int]) -> tuple[Array[c_uint64], Array[c_void_p]]:
+    """The values as 8-byte words, and the array of their addresses that cuLaunchKernel reads."""
+    storage = (c_uint64 * len(values))(*values)
+    first = addressof(storage)
+    pointers = (c_void_p * len(values))(*(first + 8 * index for index in range(len(values))))
+    return storage, pointers

@@ -1,0 +1,257 @@
+"""The loop: one thread per rank that only launches graphs.
+
+Per step a rank's thread waits for the step two back (so that its pinned slot may be rewritten),
+lets the host write the next batch into that slot, and launches. Nothing else happens there: no
+allocation, no drain, no event creation, no first use of a kernel. Fused replays one graph a step;
+staged replays one graph a stage, ordered by events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from trlow.binding.clib import counting
+from trlow.capture import stage_key
+from trlow.errors import RankError, UsageError
+from trlow.program import Stream
+from trlow.range_op import FeedCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from trlow.capture import Graphs
+    from trlow.enqueue import Rank
+    from trlow.feed import FeedSlot
+    from trlow.program import Edge, Program
+
+# fill(rank, step, slot) writes the inputs of ``step`` into ``slot``; it runs on the rank's thread
+Fill: TypeAlias = "Callable[[int, int, FeedSlot], None]"
+# Runs a function on every rank's thread and returns the results in rank order
+Together: TypeAlias = "Callable[[Callable[[Rank], Any]], list[Any]]"
+
+RUN_AHEAD = 2  # steps that the host may be ahead of the device
+# What the binding floor may see of a rank's thread between two steps.
+ALLOWED_CALLS = frozenset(
+    {
+        "cudaGraphLaunch",
+        "cudaEventRecord",
+        "cudaEventSynchronize",
+        "cudaStreamWaitEvent",
+        "trlowHostIssuerEnter",
+        "trlowHostIssuerLeave",
+    }
+)
+DRAINS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """One graph launch of a step with the events around it, all as handles."""
+
+    name: str
+    stream: int
+    executable: int
+    waits: tuple[int, ...]
+    record: int | None
+
+
+@dataclass(slots=True)
+class RankReplay:
+    """One rank's prepared steps: everything that the loop needs, resolved before it starts."""
+
+    rank: Rank
+    graphs: Graphs
+    phases: tuple[tuple[Launching, ...], ...]
+    ends: tuple[tuple[tuple[int, int], ...], ...]  # per parity: (event, stream) recorded at the end
+    slots: tuple[FeedSlot, ...] = ()  # by parity of the step
+
+    def run(self, steps: int, fill: Fill | None, first_step: int) -> None:
+        """Replay ``steps`` steps and wait for the last two. Runs on the rank's own thread."""
+        with self.rank.platform.issuing():
+            self._loop(steps, fill, first_step)
+            self.rank.status.stage = "end of run"
+            for parity in range(min(steps, RUN_AHEAD)):
+                for event, _ in self.ends[parity]:
+                    self.rank.platform.cudart.cudaEventSynchronize(event)
+
+    def prologue(self, fill: Fill, first_step: int) -> None:
+        """Load the first batch; every later one is loaded by the step before it."""
+        load_slot(self.rank, self.slots[0], fill, first_step)
+
+    def _loop(self, steps: int, fill: Fill | None, first_step: int) -> None:
+        cudart = self.rank.platform.cudart
+        launch, record = cudart.cudaGraphLaunch, cudart.cudaEventRecord
+        wait, synchronize = cudart.cudaStreamWaitEvent, cudart.cudaEventSynchronize
+        phases, ends, index, status = self.phases, self.ends, self.rank.index, self.rank.status
+        for step in range(steps):
+            parity = step % RUN_AHEAD
+            status.step = first_step + step
+            status.stage = None
+            if step >= RUN_AHEAD:
+                for event, _ in ends[parity]:
+                    synchronize(event)
+            if fill is not None and step + 1 < steps:
+                fill(index, first_step + step + 1, self.slots[(step + 1) % len(self.slots)])
+            for item in phases[step % len(phases)]:
+                status.stage = item.name
+                for event in item.waits:
+                    wait(item.stream, event, 0)
+                launch(item.executable, item.stream)
+                if item.record is not None:
+                    record(item.record, item.stream)
+            for event, stream in ends[parity]:
+                record(event, stream)
+
+
+def load_slot(rank: Rank, slot: FeedSlot, fill: Fill, step: int) -> None:
+    """Fill one pinned slot, copy it to the device and wait for the copy."""
+    rank.status.step, rank.status.stage = step, "prologue"
+    fill(rank.index, step, slot)
+    stream = rank.streams[Stream.TRANS]
+    rank.copy_feed(FeedCopy(slot.letter, rank.feed.span(slot.letter)), stream)
+    rank.platform.cudart.cudaStreamSynchronize(stream)
+
+
+def prepare_rank(
+    rank: Rank, graphs: Graphs, program: Program, mode: str, slots: tuple[FeedSlot, ...]
+) -> RankReplay:
+    """Resolve handles and make every event of the loop. Runs on the rank's own thread."""
+    if mode == "fused":
+        update = rank.streams[Stream.UPDATE]
+        phases: tuple[tuple[Launching, ...], ...] = tuple(
+            (Launching(program.name, update, graphs.execs[phase], (), None),)
+            for phase in range(len(program.phases))
+        )
+        streams = [Stream.UPDATE]
+    else:
+        phases = tuple(
+            _staged_phase(rank, graphs, program, phase) for phase in range(len(program.phases))
+        )
+        used = {stage.stream for stages in program.phases for stage in stages}
+        streams = [stream for stream in Stream if stream in used]
+    ends = tuple(
+        tuple((rank.step_events[parity, stream], rank.streams[stream]) for stream in streams)
+        for parity in range(RUN_AHEAD)
+    )
+    return RankReplay(rank, graphs, phases, ends, slots)
+
+
+def _staged_phase(
+    rank: Rank, graphs: Graphs, program: Program, phase: int
+) -> tuple[Launching, ...]:
+    """One launch per stage; an edge is a wait for the event that its source records.
+
+    An edge from the step before waits for what that step recorded: its source either belongs to
+    another phase or comes later in the order, so it has not been recorded again yet.
+    """
+    edges: tuple[Edge, ...] = program.edges()
+    sources = {edge.src for edge in edges}
+
+    def event(place: Hashable) -> int:
+        return rank.events["staged", program.name, place]
+
+    launches = []
+    for index, stage in enumerate(program.phases[phase]):
+        here = (phase, index)
+        launches.append(
+            Launching(
+                stage.name,
+                rank.streams[stage.stream],
+                graphs.execs[stage_key(stage)],
+                tuple(event(edge.src) for edge in edges if edge.dst == here),
+                event(here) if here in sources else None,
+            )
+        )
+    return tuple(launches)
+
+
+@dataclass(slots=True)
+class CallCount:
+    """What the binding floor saw of the replay loop, over all runs so far."""
+
+    steps: int = 0
+    ranks: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def add(self, steps: int, counted: Mapping[tuple[int, str], int], threads: set[int]) -> None:
+        """Take one run's counts of the rank threads. Raises ``RankError`` for a call not allowed.
+
+        Prologue and the wait for the last step are outside of the loop and were not counted.
+        """
+        self.steps += steps
+        self.ranks = len(threads)
+        for (thread, name), number in counted.items():
+            if thread not in threads:
+                continue
+            self.calls[name] += number
+            if name not in ALLOWED_CALLS and name not in DRAINS:
+                message = f"the replay loop called {name} {number} times"
+                raise RankError(message, rank=None, step=None, stage="audit")
+
+    def per_step(self, *names: str) -> float:
+        """Calls of ``names`` per rank and step."""
+        total = sum(self.calls[name] for name in names)
+        return total / (self.steps * self.ranks) if self.steps else 0.0
+
+
+class Replay:
+    """A captured program. ``run`` replays it; the runtime that captured it closes it.
+
+    ``calls`` holds what the binding floor saw of the loop in every run with ``audit``.
+    """
+
+    def __init__(
+        self, program: Program, mode: str, prepared: Sequence[RankReplay], together: Together
+    ) -> None:
+        """``together`` runs a function on every rank's thread (``Team.together``)."""
+        self.program = program
+        self.mode = mode
+        self.calls = CallCount()
+        self._prepared = tuple(prepared)
+        self._together: Together | None = together
+
+    @property
+    def graphs_per_rank(self) -> int:
+        """How many distinct executable graphs one rank launches."""
+        return len({item.executable for phase in self._prepared[0].phases for item in phase})
+
+    @property
+    def closed(self) -> bool:
+        """Whether the graphs are gone, by ``close`` of the runtime or by a failure."""
+        return self._together is None
+
+    def run(
+        self, steps: int, fill: Fill | None = None, *, first_step: int = 0, audit: bool = False
+    ) -> None:
+        """Replay ``steps`` steps on all ranks and return when every rank has finished them.
+
+        ``fill(rank, step, slot)`` writes the inputs of a step; steps count from ``first_step`` and
+        the first always takes phase 0. ``audit`` counts every C call of the loop and fails on one
+        that does not belong there. Raises ``RankError``; after it the replay is closed.
+        """
+        if steps < 0:
+            message = f"steps must not be negative, got {steps}"
+            raise UsageError(message)
+        if self._together is None:
+            message = f"the replay of {self.program.name!r} is closed; capture the program again"
+            raise UsageError(message)
+        prepared = self._prepared
+        if fill is not None and not prepared[0].slots:
+            message = f"{self.program.name!r} has no input to fill; it copies from no slot"
+            raise UsageError(message)
+        if steps and fill is not None:
+            self._together(lambda rank: prepared[rank.index].prologue(fill, first_step))
+        if not audit:
+            self._together(lambda rank: prepared[rank.index].run(steps, fill, first_step))
+            return
+        with counting() as counted:
+            self._together(lambda rank: prepared[rank.index].run(steps, fill, first_step))
+        threads = self._together(lambda _: threading.get_ident())
+        self.calls.add(steps, counted, set(threads))
+
+    def detach(self) -> None:
+        """Forget the graphs; their owner destroys them."""
+        self._together = None

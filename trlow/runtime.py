@@ -1,0 +1,259 @@
+"""A plan on a team of ranks: programs warmed, captured, replayed, or run eagerly.
+
+This is the top of the foreign tower and the owner of every graph. ``close`` releases in the order
+graphs, communicators, events and streams, arenas; leaving without it is a ``ResourceWarning``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from trlow import capture as capturing
+from trlow import warmup
+from trlow.arena import check_memory
+from trlow.device import Platform
+from trlow.enqueue import enqueue_phase, groups_of
+from trlow.errors import TrlowError, UsageError
+from trlow.range_op import FeedCopy
+from trlow.replay import Replay, load_slot, prepare_rank
+from trlow.team import Team
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trlow.arena import Arena
+    from trlow.enqueue import Rank, Rendezvous
+    from trlow.feed import FeedSlot
+    from trlow.plan import MemoryPlan
+    from trlow.program import Program
+    from trlow.ranks import Worker
+    from trlow.replay import Fill
+    from trlow.settings import Settings
+
+MODES = ("fused", "staged")
+
+
+class Runtime:
+    """One plan on all ranks of one process. A context manager.
+
+    ``arenas[rank]`` holds that rank's memory, ``capture`` turns a program into a ``Replay``.
+    """
+
+    def __init__(
+        self, settings: Settings, plan: MemoryPlan, *, platform: Platform | None = None
+    ) -> None:
+        """Make threads, communicators, streams and arenas.
+
+        Raises ``SettingsError`` or ``PlanError`` before anything is allocated, later ``CudaError``,
+        ``NcclError`` or ``RankError`` with nothing left behind.
+        """
+        self.settings = settings
+        self.plan = plan
+        self.platform = platform or Platform.open(settings)
+        devices = settings.devices(self.platform.device_count())
+        check_memory(self.platform, plan, devices)
+        self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
+        self._graphs: list[list[capturing.Graphs]] = []  # per capture, one Graphs per rank
+        self._staged = [capturing.Graphs() for _ in devices]
+        self._replays: list[Replay] = []
+        self._warmed: set[tuple[int, Program]] = set()
+        self._team = Team(self.platform, plan, devices, settings.deadline_s, self._destroy_graphs)
+        ranks = self._team.ranks
+        self._forgotten = weakref.finalize(
+            self, _warn_forgotten, (*ranks.workers, ranks.coordinator)
+        )
+        self._forgotten.atexit = False  # at exit the process itself gives everything back
+        try:
+            self._team.open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._team.ranks)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device ordinal of each rank."""
+        return self._team.ranks.devices
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """Each rank's memory."""
+        return tuple(member.arena for member in self._team.members)
+
+    # -- capture
+
+    def capture(
+        self, program: Program, mode: str = "fused", *, variant: str | None = None
+    ) -> Replay:
+        """Warm up and capture ``program`` on all ranks; every graph is uploaded on return.
+
+        ``mode`` is "fused" (one graph a step) or "staged" (one graph a stage; equal stages of all
+        programs share theirs). ``variant`` chooses the shapes of the inputs. Raises
+        ``CaptureError`` or ``RankError`` with nothing left behind.
+        """
+        if mode not in MODES:
+            message = f"mode must be one of {', '.join(MODES)}, got {mode!r}"
+            raise UsageError(message)
+        self._prepare(program)
+        slots = self._slots(program, variant)
+        sections = capturing.sections_of(program, mode)
+        if mode == "staged":
+            known = self._staged[0].execs
+            sections = [section for section in sections if section.key not in known]
+        graphs = self._keep(self._capture(sections), mode)
+        for section in sections:
+            name = section.stages[0].name if mode == "staged" else program.name
+            self.captured[name] += 1
+        prepared = self._team.together(
+            lambda rank: prepare_rank(rank, graphs[rank.index], program, mode, slots[rank.index])
+        )
+        replay = Replay(program, mode, prepared, self._team.together)
+        self._replays.append(replay)
+        return replay
+
+    def _capture(self, sections: Sequence[capturing.Section]) -> list[capturing.Graphs]:
+        """All ranks capture, then all instantiate; or everything begun is undone."""
+        team = self._team
+        fresh = [capturing.Graphs() for _ in team.members]
+        rendezvous = team.rendezvous(capturing.groups_in(sections, self.world_size))
+        try:
+            team.together(
+                lambda rank: capturing.capture_rank(rank, sections, rendezvous, fresh[rank.index]),
+                rendezvous=rendezvous,
+                abort=False,
+            )
+            capturing.check_graphs(sections, fresh)
+            team.together(
+                lambda rank: capturing.instantiate_rank(rank, fresh[rank.index]), abort=False
+            )
+        except BaseException:
+            if not team.dead:
+                team.together(lambda rank: fresh[rank.index].close(rank), abort=False)
+            raise
+        return fresh
+
+    def _keep(self, fresh: list[capturing.Graphs], mode: str) -> list[capturing.Graphs]:
+        """Take new graphs into ownership; staged ones join those that programs share."""
+        if mode == "fused":
+            self._graphs.append(fresh)
+            return fresh
+        for shared, new in zip(self._staged, fresh, strict=True):
+            shared.take(new)
+        return self._staged
+
+    def _prepare(self, program: Program) -> None:
+        """Communicators there, external graphs adopted, and the program warm."""
+        team = self._team
+        team.check_usable()
+        team.connect()
+        if (team.generation, program) in self._warmed:
+            return
+        team.together(lambda rank: capturing.adopt_children(rank, program), abort=False)
+        team.together(lambda rank: warmup.warm_compute(rank, program))
+        stages = warmup.collective_stages(program)
+        if self.world_size > 1 and stages:
+            rendezvous = team.rendezvous(groups_of(stages, self.world_size))
+            team.together(
+                lambda rank: warmup.warm_collectives(rank, stages, rendezvous),
+                rendezvous=rendezvous,
+            )
+        self._warmed.add((team.generation, program))
+
+    def _slots(self, program: Program, variant: str | None) -> list[tuple[FeedSlot, ...]]:
+        """Per rank the pinned slots by parity of the step; empty without inputs.
+
+        The phase of step k copies the slot of step k + 1.
+        """
+        copies = [
+            [action for stage in stages for action in stage.actions if isinstance(action, FeedCopy)]
+            for stages in program.phases
+        ]
+        if not any(copies):
+            return [() for _ in self._team.members]
+        if any(len(found) != 1 for found in copies):
+            message = f"every phase of {program.name!r} must copy exactly one slot"
+            raise UsageError(message)
+        ordered = [copies[-1][0], *(found[0] for found in copies[:-1])]
+        return self._team.together(
+            lambda rank: tuple(
+                rank.feed.prepare(copy.slot, copy.range, variant) for copy in ordered
+            )
+        )
+
+    # -- eager
+
+    def eager(
+        self,
+        program: Program,
+        steps: int = 1,
+        fill: Fill | None = None,
+        *,
+        variant: str | None = None,
+    ) -> None:
+        """Run ``program`` without graphs, one drained step after another. Raises ``RankError``."""
+        self._prepare(program)
+        slots = self._slots(program, variant)
+        team = self._team
+        for step in range(steps):
+            if fill is not None:
+                team.together(partial(_fill_eagerly, slots, fill, step, steps))
+            phase = step % len(program.phases)
+            rendezvous = team.rendezvous(groups_of(program.phases[phase], self.world_size))
+            team.together(partial(_step_eagerly, program, phase, rendezvous), rendezvous=rendezvous)
+
+    # -- end
+
+    def _destroy_graphs(self, rank: Rank) -> None:
+        """Every graph of one rank, on its thread. The replays that hold them are closed."""
+        for replay in self._replays:
+            replay.detach()
+        for graphs in [*(made[rank.index] for made in self._graphs), self._staged[rank.index]]:
+            graphs.close(rank)
+        capturing.release_children(rank)
+
+    def close(self) -> None:
+        """Give everything back, in order. A second call does nothing; a first error is raised."""
+        self._forgotten.detach()
+        self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except TrlowError:
+            if error is None:
+                raise  # the body's own error wins over one from closing
+
+
+def _fill_eagerly(
+    slots: Sequence[tuple[FeedSlot, ...]], fill: Fill, step: int, steps: int, rank: Rank
+) -> None:
+    """As the loop does: before the first step its own inputs, before each the following ones."""
+    mine = slots[rank.index]
+    if step == 0:
+        load_slot(rank, mine[0], fill, 0)
+    if step + 1 < steps:
+        fill(rank.index, step + 1, mine[(step + 1) % len(mine)])
+
+
+def _step_eagerly(program: Program, phase: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
+    with rank.platform.issuing():
+        enqueue_phase(rank, program, phase, rendezvous)
+        rank.streams.synchronize()
+
+
+def _warn_forgotten(workers: Sequence[Worker]) -> None:
+    """A runtime was collected without close(): say so, and let its threads end."""
+    warnings.warn("a trlow Runtime was not closed", ResourceWarning, stacklevel=2)
+    for worker in workers:
+        worker.stop(0.0)

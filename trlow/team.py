@@ -1,0 +1,262 @@
+"""All ranks of one runtime: their threads, communicators and devices, and running on all of them.
+
+Built in the order in which it cannot deadlock: threads, communicators, then streams and arenas.
+When a rank fails, all communicators are aborted together, all graphs destroyed and new
+communicators made on the next use; only where that fails too is the team dead, and it says so.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trlow.arena import Arena
+from trlow.communicator import Communicators
+from trlow.device import Events, Streams
+from trlow.enqueue import Rank, Rendezvous
+from trlow.errors import ForeignError, RankError, TrlowError, UsageError
+from trlow.feed import Feed
+from trlow.kernel import Kernels
+from trlow.program import Stream
+from trlow.ranks import GRACE_S, PeerFailedError, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trlow.device import Platform
+    from trlow.enqueue import Groups
+    from trlow.plan import MemoryPlan
+    from trlow.ranks import Job, Worker
+
+BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
+
+
+class Team:
+    """One ``Rank`` per device, each on its own thread, and the coordinator.
+
+    ``destroy_graphs(rank)`` is the owner of the graphs: it runs on each rank's thread before the
+    communicators that those graphs captured can go.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        plan: MemoryPlan,
+        devices: Sequence[int],
+        deadline_s: float,
+        destroy_graphs: Callable[[Rank], None],
+    ) -> None:
+        """Start the threads. ``open`` makes the rest."""
+        self.platform = platform
+        self.plan = plan
+        self.ranks = Ranks(devices, deadline_s)
+        self.members: list[Rank] = []
+        self.generation = 0  # counts the communicators made so far
+        self._destroy_graphs = destroy_graphs
+        self._communicators: Communicators | None = None
+        self._stacks = [ExitStack() for _ in devices]
+        self._dead: str | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        """Make communicators, then what every rank owns. Raises with the rank that failed."""
+        self.connect()
+        self.members = self._run(self._open_rank)
+
+    def connect(self) -> None:
+        """Make communicators if there are several ranks and none yet. On the coordinator."""
+        if len(self.ranks) == 1 or self._communicators is not None:
+            return
+        job = self.ranks.coordinator.submit(
+            lambda: Communicators(self.platform, self.ranks.devices)
+        )
+        self._finish([job])
+        self._communicators = job.result
+        self.generation += 1
+
+    def _open_rank(self, rank: int) -> Rank:
+        """Everything that one rank owns; on its own thread, whose device stays current."""
+        platform, device, stack = self.platform, self.ranks.devices[rank], self._stacks[rank]
+        platform.cudart.cudaSetDevice(device)
+        # The stack closes from the last to the first: events and streams before the arena.
+        streams = Streams(platform, Stream)
+        stack.callback(streams.close)
+        call = partial(self._call, self.ranks.workers[rank])
+        arena = Arena(platform, self.plan, rank, streams[Stream.UPDATE], call)
+        stack.callback(arena.close)
+        owned = (
+            Events(platform),
+            Events(platform, blocking=True),
+            Kernels(platform, device),
+            Feed(platform, self.plan),
+        )
+        for owner in owned:
+            stack.callback(owner.close)
+        status = self.ranks.statuses[rank]
+        return Rank(rank, device, platform, status, streams, *owned, arena)
+
+    # -- running
+
+    def _call(self, worker: Worker, function: Callable[[], Any]) -> Any:
+        """Run ``function`` on a rank's thread and wait for it in Python."""
+        if worker.is_current:
+            return function()
+        self.check_usable()
+        job = worker.submit(function)
+        self._finish([job])
+        return job.result
+
+    def _run(self, function: Callable[[int], Any]) -> list[Any]:
+        """``function(rank)`` on every rank's thread; no collective involved."""
+
+        def located(rank: int) -> Any:
+            try:
+                return function(rank)
+            except ForeignError as error:
+                raise self.ranks.locate(error, rank) from error
+
+        jobs = self.ranks.submit(located)
+        self._finish(jobs)
+        return [job.result for job in jobs]
+
+    def _finish(self, jobs: Sequence[Job]) -> None:
+        error = self.ranks.join(jobs, on_stop=lambda: None)
+        if error is not None:
+            raise error
+
+    def rendezvous(self, groups: Groups) -> Rendezvous | None:
+        """A meeting place for ``groups``; None for a single rank, which never meets anybody."""
+        if len(self.ranks) == 1:
+            return None
+        return Rendezvous(len(self.ranks), self.ranks.deadline_s, groups)
+
+    def together(
+        self,
+        function: Callable[[Rank], Any],
+        *,
+        rendezvous: Rendezvous | None = None,
+        abort: bool = True,
+    ) -> list[Any]:
+        """``function(rank)`` on every rank's thread, the coordinator serving ``rendezvous``.
+
+        A failure stops every rank: with ``abort`` all communicators are aborted and all graphs
+        destroyed, without it only when ranks do not come back by themselves.
+        """
+        self.check_usable()
+        members, statuses = self.members, self.ranks.statuses
+        for status in statuses:
+            status.clear()
+        jobs = self.ranks.submit(lambda rank: self._guarded(members[rank], function, rendezvous))
+        if rendezvous is not None and self._communicators is not None:
+            serve = partial(rendezvous.serve, self._communicators, members)
+            jobs.append(self.ranks.coordinator.submit(serve))
+
+        def stop() -> None:
+            if rendezvous is not None:
+                rendezvous.stop()
+            if (abort or not self.ranks.settle(jobs, BACK_S)) and self._communicators is not None:
+                self._communicators.start_abort()
+
+        def progress() -> object:
+            return [(status.step, status.stage, status.op) for status in statuses]
+
+        try:
+            error = self.ranks.join(jobs, on_stop=stop, progress=progress)
+        except BaseException:
+            self._recover(jobs)
+            raise
+        if error is not None:
+            self._recover(jobs)
+            raise error
+        return [job.result for job in jobs[: len(members)]]
+
+    def _guarded(
+        self, member: Rank, function: Callable[[Rank], Any], rendezvous: Rendezvous | None
+    ) -> Any:
+        """Run on one rank; a failure is told to the peers and says rank, step and stage."""
+        try:
+            return function(member)
+        except BaseException as error:
+            if rendezvous is not None:
+                rendezvous.stop()
+            known = isinstance(error, (PeerFailedError, TrlowError))
+            if known and not isinstance(error, ForeignError):
+                raise
+            raise self._rank_error(member, error) from error
+
+    def _rank_error(self, member: Rank, error: BaseException) -> RankError:
+        located = self.ranks.locate(error, member.index)
+        status = member.status
+        return RankError(
+            f"{type(error).__name__}: {located}",
+            rank=member.index,
+            step=status.step,
+            stage=status.stage,
+            peers=self.ranks.describe(),
+        )
+
+    # -- after a failure
+
+    def _recover(self, jobs: Sequence[Job]) -> None:
+        """Graphs destroyed, aborts joined; the team is usable again afterwards, or dead."""
+        if not all(job.done for job in jobs):
+            self._dead = "a rank did not come back after an abort"
+            return
+        communicators = self._communicators
+        if communicators is None or not communicators.aborting:
+            return
+        settled = self.ranks.settle(self.ranks.submit(self._settle_rank))
+        failure = communicators.join_abort(GRACE_S)
+        self._communicators = None
+        if failure is not None or not settled:
+            self._dead = f"recovery failed: {failure or 'a stream did not drain'}"
+
+    def _settle_rank(self, rank: int) -> None:
+        """Destroy every graph of one rank (the last abort waits for that), let streams empty."""
+        self._destroy_graphs(self.members[rank])
+        self.members[rank].streams.synchronize()
+
+    @property
+    def dead(self) -> bool:
+        """Whether recovery failed; nothing but the end of the process helps."""
+        return self._dead is not None
+
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` when closed, ``RankError`` when dead."""
+        if self._closed:
+            message = "the runtime is closed; make a new one"
+            raise UsageError(message)
+        if self._dead is not None:
+            message = f"the runtime is dead: {self._dead}; end this process"
+            raise RankError(message, rank=None, step=None, stage=None)
+
+    def close(self) -> None:
+        """Graphs, communicators, events and streams, arenas, threads. The first error is raised.
+
+        Of a dead team nothing is released: a thread may still hang in C inside what would go.
+        """
+        if self._closed or self.dead:
+            self._closed = True
+            return
+        self._closed = True
+        errors: list[BaseException] = []
+        if self.members:
+            self._release(
+                self.ranks.submit(lambda rank: self._destroy_graphs(self.members[rank])), errors
+            )
+        if self._communicators is not None:
+            close = self._communicators.close
+            self._release([self.ranks.coordinator.submit(close)], errors)
+        self._release(self.ranks.submit(lambda rank: self._stacks[rank].close()), errors)
+        if not self.ranks.stop():
+            errors.append(TrlowError("a rank's thread did not end"))
+        if errors:
+            raise errors[0]
+
+    def _release(self, jobs: Sequence[Job], errors: list[BaseException]) -> None:
+        """Wait for releasing jobs and collect what they raised; one failure stops no other."""
+        if not self.ranks.settle(jobs):
+            message = f"a release did not return within {GRACE_S:g} s"
+            errors.append(RankError(message, rank=None, step=None, stage="close"))
+        errors.extend(job.error for job in jobs if job.error is not None)

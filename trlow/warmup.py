@@ -1,0 +1,87 @@
+"""Warm up before capture, in two parts, changing nothing that is persistent.
+
+First every rank loads and touches every kernel, and runs its external stages, with no collective in
+flight: the first launch on a device is a load, and cold compute while a peer's collective spins
+deadlocks. Then, after a barrier, each distinct collective runs once, eagerly, at its real size:
+connections and NCCL's own kernels must exist before capture.
+
+Own kernels warm with every extent 0, so they write nothing. What external stages and collectives
+write to persistent ranges is saved before and put back after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trlow.enqueue import enqueue_stage
+from trlow.program import Program, Stage
+from trlow.range_op import Collective, Launch, RangeOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trlow.enqueue import Rank, Rendezvous
+    from trlow.plan import MemoryPlan, Range
+
+
+def kernels_of(program: Program) -> tuple[str, ...]:
+    """Every kernel that ``program`` launches, each once."""
+    names = {
+        action.kernel
+        for stages in program.phases
+        for stage in stages
+        for action in stage.actions
+        if isinstance(action, Launch)
+    }
+    return tuple(sorted(names))
+
+
+def collective_stages(program: Program) -> tuple[Stage, ...]:
+    """One stage per distinct group of collectives, holding the collectives alone."""
+    found: dict[object, Stage] = {}
+    for stages in program.phases:
+        for stage in stages:
+            for group in stage.groups():
+                if isinstance(group[0], Collective):
+                    ranges = tuple(
+                        action.range for action in group if isinstance(action, Collective)
+                    )
+                    op = RangeOp("warm-up", ranges, ranges, group)
+                    found.setdefault(
+                        (stage.stream, group), Stage(f"warm {stage.name}", stage.stream, (op,))
+                    )
+    return tuple(found.values())
+
+
+def persistent_parts(plan: MemoryPlan, written: Iterable[Range]) -> tuple[Range, ...]:
+    """The ranges of ``written`` that touch persistent memory, each once."""
+    persistent = plan.persistent_ranges()
+    touching = {item for item in written if any(item.overlaps(other) for other in persistent)}
+    return tuple(sorted(touching, key=lambda item: (item.offset, item.nbytes)))
+
+
+def warm_compute(rank: Rank, program: Program) -> None:
+    """Part one on one rank: kernels loaded and launched with nothing to do, externals run."""
+    stages = [stage for phase in program.phases for stage in phase]
+    rank.kernels.load(kernels_of(program))
+    for stage in stages:
+        rank.status.stage = stage.name
+        for action in stage.actions:
+            if isinstance(action, Launch):
+                rank.kernels.warm(action.kernel, rank.arena.base, rank.streams[stage.stream])
+    rank.streams.synchronize()
+    externals = [stage for stage in stages if stage.external is not None]
+    written = [item for stage in externals for item in stage.writes]
+    with rank.arena.saved(persistent_parts(rank.arena.plan, written)):
+        for stage in externals:
+            enqueue_stage(rank, Stage(stage.name, stage.stream, external=stage.external), None)
+        rank.streams.synchronize()
+
+
+def warm_collectives(rank: Rank, stages: tuple[Stage, ...], rendezvous: Rendezvous | None) -> None:
+    """Part two on one rank: each group of collectives once, all ranks together."""
+    written = [item for stage in stages for item in stage.writes]
+    with rank.arena.saved(persistent_parts(rank.arena.plan, written)):
+        for stage in stages:
+            enqueue_stage(rank, stage, rendezvous)
+        rank.streams.synchronize()
