@@ -79,7 +79,7 @@ def compile_model(
     """
     if optimizer not in OPTIMIZERS:
         raise ModelError(f"optimizer {optimizer!r}: known are {', '.join(OPTIMIZERS)}")
-    if not isinstance(world_size, int) or world_size < 1:
+    if type(world_size) is not int or world_size < 1:
         raise ModelError(f"world_size={world_size!r} must be an integer of at least 1")
     network = network_of(
         model,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trlow.nn.forward import View, forward, loss
 from trlow.nn.backward import backward
+from trlow.nn.forward import View, forward, loss
 from trlow.nn.network import Network, Parameter
 from trlow.nn.placement import ACCUMULATED, ACCUMULATED_ROWS, RESULT, SKIP, family_region
 from trlow.plan import MemoryPlan, Range
