@@ -13,7 +13,7 @@ from typing import Any
 
 from trlow.errors import SettingsError
 
-__all__ = ["Settings", "parse_gpus"]
+__all__ = ["Settings", "parse_gpus", "variables_in_effect"]
 
 _DEVICES = ("auto", "host", "cuda")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -127,6 +127,16 @@ def parse_gpus(text: str, *, count: int | None = None) -> tuple[int, ...] | None
     if repeated:
         raise SettingsError(f"gpus {text!r} names device {repeated[0]} twice; name each once")
     return tuple(chosen)
+
+
+def variables_in_effect() -> dict[str, str]:
+    """Return the environment variables that trlow, CUDA, NCCL and the loader read here, by name."""
+    prefixes = ("TRLOW_", "NCCL_", "CUDA_")
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes) or name == "LD_LIBRARY_PATH"
+    }
 
 
 _MOST_DEVICES = 4096
