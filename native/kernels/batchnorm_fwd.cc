@@ -2,7 +2,7 @@
 // A block takes TRLOW_WIDTH channels; lane l adds rows l, l + 256, ... and the lanes add as a tree.
 #include "trlow_kernel.h"
 
-// partial[lane][j] = sum over the rows of the lane of x, or with a mean of (x - mean)^2, per channel.
+// partial[lane][j] = sum over the rows of the lane: of x, or with a mean of (x - mean)^2.
 TRLOW_INLINE void add_rows(f32* partial, const f32* x, const f32* mean, i64 rows, i64 c,
                            int width) {
   TRLOW_EACH_LANE(lane, TRLOW_LANES) {
