@@ -10,6 +10,7 @@ to order.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -163,12 +164,12 @@ class Program:
         object.__setattr__(self, "phases", kept)
 
     @classmethod
-    def single(cls, name: str, stages: tuple[Stage, ...]) -> Program:
+    def single(cls, name: str, stages: Iterable[Stage]) -> Program:
         """Return a program whose steps are all alike."""
         return cls(name, (tuple(stages),))
 
     @classmethod
-    def alternating(cls, name: str, a: tuple[Stage, ...], b: tuple[Stage, ...]) -> Program:
+    def alternating(cls, name: str, a: Iterable[Stage], b: Iterable[Stage]) -> Program:
         """Return a program whose even steps run `a` and odd steps run `b`."""
         return cls(name, (tuple(a), tuple(b)))
 
