@@ -1,13 +1,10 @@
-"""What a person sees: tables and a progress line, with rich on a terminal and as plain text elsewhere."""
+"""What a person sees: lines and tables, with rich on a terminal and as plain text elsewhere."""
 
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Sequence
 from typing import TextIO
-
-PROGRESS_INTERVAL_S = 0.5
 
 
 class Console:
@@ -18,29 +15,15 @@ class Console:
         self._stream = stream
         self._terminal = stream.isatty()
         self._rich = self._terminal and importlib.util.find_spec("rich") is not None
-        self._progress_at = -PROGRESS_INTERVAL_S
-        self._progress_width = 0
 
     def line(self, text: str = "") -> None:
-        """Write one line, in place of the progress line if one stands there."""
-        self._clear_progress()
+        """Write one line; on a terminal it shows at once."""
         print(text, file=self._stream, flush=self._terminal)
-
-    def progress(self, text: str) -> None:
-        """Show `text` until the next line or progress; at most twice a second, and on a terminal only."""
-        now = time.monotonic()
-        if not self._terminal or now - self._progress_at < PROGRESS_INTERVAL_S:
-            return
-        self._clear_progress()
-        self._progress_at = now
-        self._progress_width = len(text)
-        print(text, end="", file=self._stream, flush=True)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: str = ""
     ) -> None:
         """Write a table; `right` has an "r" at the place of each column that holds numbers."""
-        self._clear_progress()
         cells = [[str(cell) for cell in row] for row in rows]
         flags = right.ljust(len(columns))
         if self._rich:
@@ -48,17 +31,10 @@ class Console:
         else:
             self._plain_table(title, columns, cells, flags)
 
-    def _clear_progress(self) -> None:
-        if self._progress_width:
-            print("\r" + " " * self._progress_width + "\r", end="", file=self._stream)
-            self._progress_width = 0
-
     def _plain_table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], flags: str
     ) -> None:
-        widths = [
-            max(len(text) for text in column) for column in zip(columns, *rows, strict=True)
-        ]
+        widths = [max(len(text) for text in column) for column in zip(columns, *rows, strict=True)]
         print(title, file=self._stream)
         for row in (columns, *rows):
             fields = [
@@ -71,9 +47,9 @@ class Console:
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], flags: str
     ) -> None:
         # Loaded here: rich is optional, and of no use where the output is not a terminal.
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console as RichConsole
-        from rich.table import Table
+        from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+        from rich.console import Console as RichConsole  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
 
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for name, flag in zip(columns, flags, strict=True):

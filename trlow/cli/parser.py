@@ -1,6 +1,7 @@
 """The words of the command line, and what each number may be.
 
-argparse's own errors take several lines; here every error of use is one line on stderr and exit code 2.
+argparse's own errors take several lines; here every error of use is one line on stderr, and the
+exit code is 2.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_model(command)
     training = command.add_argument_group("training")
-    training.add_argument("--epochs", metavar="N", type=whole(1), default=12, help="epochs to train")
+    training.add_argument(
+        "--epochs", metavar="N", type=whole(1), default=12, help="epochs to train"
+    )
     training.add_argument(
         "--lr", metavar="X", type=rate, default=0.2, help="learning rate, the schedule's highest"
     )

@@ -1,8 +1,8 @@
-"""The arena as a picture: every region to scale, and the gradients once more, enlarged, with their buckets.
+"""The arena as a picture: every region to scale, and the buckets' part once more, enlarged.
 
-One strip holds the whole arena. Gradients are a small part of it, so a second strip enlarges the bytes that
-the buckets span; thin lines join the two. Widths are exact: a region too thin to see is named under its
-strip, not drawn wider than it is.
+One strip holds the whole arena. Gradients are a small part of it, so a second strip enlarges the
+bytes that the buckets span; thin lines join the two. Widths are exact: a region too thin to see is
+named under its strip, not drawn wider than it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH = 1200
 MARGIN = 24
 INNER = WIDTH - 2 * MARGIN
 STRIP = 44
-LABEL_PITCH = 15  # pixels between two slanted labels
+LABEL_PITCH = 20  # pixels between two slanted labels
 GLYPH = 6.7  # pixels per character of the 11-pixel type
 FEWEST_LABELLED = 0.004  # share of a strip from which a region is named under it
 
@@ -146,14 +146,16 @@ def _strip(
         canvas.rectangle(left, y, width, STRIP, tip, fill=piece.colour)
         canvas.line([(left, y), (left, y + STRIP)], stroke="white", stroke_width="0.5")
         if width > GLYPH * len(piece.region.name) + 6:
-            canvas.text(left + width / 2, y + STRIP / 2 + 4, piece.region.name, text_anchor="middle")
+            canvas.text(
+                left + width / 2, y + STRIP / 2 + 4, piece.region.name, text_anchor="middle"
+            )
         elif piece.nbytes >= FEWEST_LABELLED * (last - first) or len(pieces) < 24:
             unnamed.append((left + width / 2, piece))
     return _slanted(canvas, y + STRIP, unnamed) if unnamed else y + STRIP
 
 
 def _slanted(canvas: Canvas, y: float, labels: Sequence[tuple[float, Piece]]) -> float:
-    """Name thin regions below the strip, kept apart and inside the picture, each tied to its place."""
+    """Name thin regions below the strip, kept apart and inside the picture, tied to their places."""
     spots: list[float] = []
     for x, _ in labels:
         spots.append(max(x, spots[-1] + LABEL_PITCH) if spots else x)
@@ -181,10 +183,8 @@ def _zoom_lines(
         )
 
 
-def _brackets(
-    canvas: Canvas, y: float, buckets: Sequence[Bucket], span: tuple[int, int]
-) -> float:
-    """Draw one bar per bucket above the strip, with its name, ends and bytes; return the strip's y."""
+def _brackets(canvas: Canvas, y: float, buckets: Sequence[Bucket], span: tuple[int, int]) -> float:
+    """Draw a bar per bucket above the strip, with name, ends and bytes; return the strip's y."""
     for index, bucket in enumerate(buckets):
         row = y + 22 * index
         place: Range = bucket.range

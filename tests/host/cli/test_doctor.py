@@ -1,0 +1,126 @@
+"""`trlow doctor`: what is there is found, what is missing is said, and only a broken trlow fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from trlow.cli import findings
+from trlow.cli.selftest import mean_over_ranks
+from trlow.errors import RankError
+from trlow.settings import Settings
+
+
+def as_json(outcome) -> dict:
+    return json.loads(outcome.out)
+
+
+def test_it_works_here_and_says_so(trlow):
+    outcome = trlow("doctor")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "works" in outcome.out.splitlines()[0]
+    for word in ("libraries", "devices", "host device", "trlow_host", "cudart", "nccl", "nvrtc"):
+        assert word in outcome.out
+
+
+def test_json_says_the_same(trlow):
+    outcome = trlow("doctor", "--json")
+    found = as_json(outcome)
+    assert outcome.code == 0
+    assert found["ok"] is True
+    libraries = {library["name"]: library for library in found["libraries"]}
+    assert list(libraries) == ["trlow_host", "cudart", "cuda", "nccl", "nvrtc"]
+    host = libraries["trlow_host"]
+    assert host["path"].endswith("libtrlow_host.so")
+    assert host["error"] is None
+    for library in libraries.values():
+        # Found with path, version and how, or missing with a reason: never neither.
+        there = [library[key] is not None for key in ("path", "version", "how")]
+        assert all(there) != (library["error"] is not None)
+    assert len(found["peer_access"]) == len(found["gpus"])
+
+
+def test_the_wheels_are_found_with_their_versions(trlow):
+    pytest.importorskip("nvidia.nccl", reason="needs the wheels of the extra trlow[cu13]")
+    found = as_json(trlow("doctor", "--json"))
+    libraries = {library["name"]: library for library in found["libraries"]}
+    assert libraries["nccl"]["version"].startswith("2.")
+    assert libraries["nccl"]["how"] == "pathfinder"
+    assert libraries["nccl"]["path"].endswith("libnccl.so.2")
+
+
+def test_a_missing_library_is_a_finding_and_no_failure(trlow, monkeypatch):
+    monkeypatch.setenv("TRLOW_NCCL_LIBRARY", "/no/such/libnccl.so.2")
+    outcome = trlow("doctor", "--json")
+    assert outcome.code == 0
+    found = as_json(outcome)
+    (nccl,) = (library for library in found["libraries"] if library["name"] == "nccl")
+    assert "/no/such/libnccl.so.2" in nccl["error"]
+    reasons = {problem["what"]: problem["why"] for problem in found["cannot"]}
+    assert "/no/such/libnccl.so.2" in reasons["training on more than one GPU"]
+    assert found["environment"]["TRLOW_NCCL_LIBRARY"] == "/no/such/libnccl.so.2"
+    assert "/no/such/libnccl.so.2" in trlow("doctor").out
+
+
+def test_a_missing_host_device_is_exit_code_1_with_the_reason(trlow, monkeypatch):
+    monkeypatch.setenv("TRLOW_HOST_LIBRARY", "/no/such/host.so")
+    outcome = trlow("doctor")
+    assert outcome.code == 1
+    assert "IS BROKEN" in outcome.out
+    assert "/no/such/host.so" in outcome.out
+    assert as_json(trlow("doctor", "--json"))["ok"] is False
+
+
+def test_variables_in_effect_are_shown_and_others_are_not(trlow, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("TRLOW_SEED", "3")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    found = as_json(trlow("doctor", "--json"))
+    assert found["environment"]["NCCL_DEBUG"] == "WARN"
+    assert found["environment"]["TRLOW_SEED"] == "3"
+    assert "SECRET_TOKEN" not in found["environment"]
+    text = trlow("doctor").out
+    assert "NCCL_DEBUG" in text
+    assert "SECRET_TOKEN" not in text
+
+
+def test_a_second_copy_is_reported(trlow, monkeypatch, tmp_path):
+    (tmp_path / "libnccl.so.2").write_bytes(b"")
+    monkeypatch.setattr(findings, "SYSTEM_FOLDERS", (str(tmp_path),))
+    found = as_json(trlow("doctor", "--json"))
+    (nccl,) = (library for library in found["libraries"] if library["name"] == "nccl")
+    assert str(tmp_path / "libnccl.so.2") in nccl["copies"]
+    assert str(tmp_path / "libnccl.so.2") in trlow("doctor").out
+
+
+def test_without_scikit_learn_the_digits_are_what_cannot_work(trlow, monkeypatch):
+    real = findings.importlib.util.find_spec
+    monkeypatch.setattr(
+        findings.importlib.util,
+        "find_spec",
+        lambda name: None if name == "sklearn" else real(name),
+    )
+    found = as_json(trlow("doctor", "--json"))
+    reasons = {problem["what"]: problem["why"] for problem in found["cannot"]}
+    assert "trlow[data]" in reasons["train --data digits"]
+
+
+def test_without_nvrtc_kernels_cannot_be_compiled(trlow, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    outcome = trlow("doctor", "--json")
+    assert outcome.code == 0
+    what = [problem["what"] for problem in as_json(outcome)["cannot"]]
+    assert "compiling kernels for a GPU" in what
+
+
+def test_the_self_test_notices_a_wrong_mean(monkeypatch):
+    settings = Settings(device="host", gpus="0-3", host_devices=4)
+    mean_over_ranks(settings)
+    from trlow.arena import Arena
+
+    real = Arena.copy_out
+    monkeypatch.setattr(Arena, "copy_out", lambda self, what: real(self, what) + 1)
+    with pytest.raises(RankError, match="should be 1.5"):
+        mean_over_ranks(settings)

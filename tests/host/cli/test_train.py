@@ -1,0 +1,227 @@
+"""`trlow train` on the host device: what it prints, what it reports, how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trlow import data
+from trlow.report import Epoch
+from trlow.task import Task
+
+REPORT_KEYS = [
+    "trlow", "device", "libraries", "world_size", "global_batch_size", "local_batch_size",
+    "dropped_rows", "seed", "model", "parameters", "plan", "replay", "epochs", "weights_digest",
+]  # fmt: skip
+QUICK = ("train", "--device", "host", "--model", "mlp", "--epochs", 1)
+
+
+def train(trlow, path, *arguments) -> dict:
+    outcome = trlow(*QUICK, "--report", path, *arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_report_has_exactly_the_promised_keys(trlow, tmp_path):
+    report = train(trlow, tmp_path / "report.json", "--ranks", 2, "--seed", 7)
+    assert list(report) == REPORT_KEYS
+    assert report["device"] == "host"
+    assert (report["world_size"], report["seed"], report["model"]) == (2, 7, "mlp")
+    assert (report["global_batch_size"], report["local_batch_size"]) == (128, 64)
+    assert report["dropped_rows"] == 1437 % 128
+    assert set(report["libraries"]) == {"cudart", "driver", "nccl"}
+    for library in report["libraries"].values():
+        assert list(library) == ["path", "version"]
+    assert list(report["plan"]) == [
+        "fingerprint", "arena_nbytes", "traffic_nbytes_per_rank", "buckets",
+    ]  # fmt: skip
+    for bucket in report["plan"]["buckets"]:
+        assert list(bucket) == ["stage", "first", "last", "offset", "nbytes"]
+    assert list(report["replay"]) == [
+        "mode", "graphs_per_rank", "launches_per_step", "host_syncs_per_step",
+    ]  # fmt: skip
+    (epoch,) = report["epochs"]
+    assert list(epoch) == ["train_loss", "val_loss", "val_top1", "val_top5", "seconds"]
+    assert all(math.isfinite(value) for value in epoch.values())
+    assert 0 <= epoch["val_top1"] <= epoch["val_top5"] <= 1
+    assert len(report["weights_digest"]) == 2
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in report["weights_digest"])
+    assert len(set(report["weights_digest"])) == 1
+
+
+def test_fused_launches_once_a_step_and_never_drains(trlow, tmp_path):
+    replay = train(trlow, tmp_path / "report.json", "--replay", "fused")["replay"]
+    assert replay == {
+        "mode": "fused",
+        "graphs_per_rank": 2,
+        "launches_per_step": 1,
+        "host_syncs_per_step": 0,
+    }
+
+
+def test_staged_launches_more_and_ends_with_the_same_weights(trlow, tmp_path):
+    fused = train(trlow, tmp_path / "fused.json", "--replay", "fused")
+    staged = train(trlow, tmp_path / "staged.json", "--replay", "staged")
+    assert staged["replay"]["mode"] == "staged"
+    assert staged["replay"]["launches_per_step"] > 1
+    assert staged["replay"]["host_syncs_per_step"] == 0
+    assert staged["weights_digest"] == fused["weights_digest"]
+
+
+def test_a_seed_gives_the_same_bytes_again_and_another_seed_others(trlow, tmp_path):
+    digests = [
+        train(trlow, tmp_path / f"{index}.json", "--seed", seed)["weights_digest"][0]
+        for index, seed in enumerate((3, 3, 4))
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_train_and_plan_agree_on_the_plan(trlow, tmp_path):
+    report = train(trlow, tmp_path / "report.json", "--ranks", 2, "--optimizer", "sgd")
+    words = ("--model", "mlp", "--ranks", 2, "--optimizer", "sgd")
+    plan = json.loads(trlow("plan", "--json", *words).out)
+    assert report["plan"]["fingerprint"] == plan["fingerprint"]
+    assert report["plan"]["arena_nbytes"] == plan["arena_nbytes"]
+    assert report["plan"]["traffic_nbytes_per_rank"] == plan["traffic_nbytes_per_rank"]
+    ranges = {
+        bucket.pop("stage"): bucket for bucket in map(dict, report["plan"]["buckets"])
+    }
+    assert ranges == plan["ranges"]
+
+
+def test_what_a_person_reads(trlow, tmp_path):
+    outcome = trlow(*QUICK, "--ranks", 2, "--epochs", 2)
+    assert outcome.code == 0
+    assert "2 ranks on host of 64 rows each" in outcome.out
+    assert f"each epoch drops {1437 % 128} of 1437 training rows" in outcome.out
+    assert re.search(r"epoch 2/2: train loss \d\.\d{4}, val loss", outcome.out)
+    assert "equal on all ranks" in outcome.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_divides_the_rows_drops_none_and_says_nothing(trlow):
+    outcome = trlow(*QUICK, "--ranks", 1, "--global-batch-size", 479)
+    assert outcome.code == 0
+    assert "drops" not in outcome.out
+
+
+def test_without_ranks_or_gpus_the_host_has_four(trlow, tmp_path):
+    assert train(trlow, tmp_path / "report.json")["world_size"] == 4
+
+
+def test_a_list_of_devices_makes_one_rank_each(trlow, tmp_path):
+    report = train(trlow, tmp_path / "report.json", "--gpus", "1,3")
+    assert report["world_size"] == 2
+
+
+def test_three_ranks_with_the_flag(trlow, tmp_path):
+    words = ("--ranks", 3, "--any-world-size", "--global-batch-size", 129)
+    report = train(trlow, tmp_path / "report.json", *words)
+    assert len(set(report["weights_digest"])) == 1
+    assert report["world_size"] == 3
+
+
+def test_idx_files_train_too(trlow, tmp_path):
+    import gzip
+    import struct
+
+    import numpy as np
+
+    random = np.random.RandomState(0)
+    for prefix, rows in (("train", 64), ("t10k", 10)):
+        for kind, shape in (("images-idx3", (rows, 6, 6)), ("labels-idx1", (rows,))):
+            values = random.randint(0, 10, shape).astype(np.uint8)
+            header = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
+            path = tmp_path / f"{prefix}-{kind}-ubyte.gz"
+            path.write_bytes(gzip.compress(header + values.tobytes()))
+    words = ("--data", f"idx:{tmp_path}", "--ranks", 2, "--global-batch-size", 32)
+    report = train(trlow, tmp_path / "report.json", *words, "--model", "cnn")
+    assert report["dropped_rows"] == 0
+
+
+def test_an_error_while_running_is_one_line_and_exit_code_1(trlow):
+    outcome = trlow(*QUICK, "--lr", "1e30")
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert "learning rate" in outcome.err
+
+
+@pytest.mark.parametrize("seconds", [0.6, 2.0])
+def test_ctrl_c_ends_within_seconds_with_130_and_one_line(seconds):
+    words = ["train", "--device", "host", "--epochs", "10000"]
+    command = [sys.executable, "-W", "error", "-m", "trlow", *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        child.stdout.readline()  # compiled and captured: training begins
+        time.sleep(seconds)
+        child.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, errors = child.communicate(timeout=30)
+        assert time.monotonic() - began < 10
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert errors == "trlow: error: interrupted\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cnn_learns_the_digits_with_every_seed(trlow, tmp_path, seed):
+    pytest.importorskip("sklearn", reason="needs the extra trlow[data]")
+    words = ("--device", "host", "--ranks", 4, "--data", "digits", "--model", "cnn")
+    path = tmp_path / "report.json"
+    outcome = trlow("train", *words, "--epochs", 12, "--seed", seed, "--report", path)
+    assert (outcome.code, outcome.err) == (0, "")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["epochs"][-1]["val_top1"] >= 0.975
+    assert len(set(report["weights_digest"])) == 1
+
+
+def test_the_mlp_learns_the_digits(trlow, tmp_path):
+    path = tmp_path / "report.json"
+    words = ("--device", "host", "--model", "mlp", "--epochs", 12, "--report", path)
+    assert trlow("train", *words).code == 0
+    assert json.loads(path.read_text())["epochs"][-1]["val_top1"] >= 0.95
+
+
+def test_a_failing_epoch_leaves_no_report_and_keeps_an_old_one(trlow, tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    assert trlow(*QUICK, "--lr", "1e30", "--report", path).code == 1
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_steps_that_were_skipped_are_said(trlow, monkeypatch):
+    def fit(self, epochs, progress):
+        epoch = Epoch(1.0, 1.0, 0.5, 0.9, 0.1, skipped_steps=3)
+        self.history.append(epoch)
+        from trlow.report import Progress
+
+        progress(Progress(1, epochs, epoch))
+
+    one_epoch_at_least = Task.fit
+
+    def fit_after_one(self, epochs, progress):
+        one_epoch_at_least(self, 1, None)  # so that the report has counted calls
+        fit(self, epochs, progress)
+
+    monkeypatch.setattr(Task, "fit", fit_after_one)
+    outcome = trlow(*QUICK)
+    assert outcome.code == 0
+    assert "3 steps skipped" in outcome.out
+
+
+def test_the_digits_are_what_is_trained_by_default(trlow, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(data, "load", lambda spec: asked.append(spec) or data.load_digits())
+    train(trlow, tmp_path / "report.json")
+    assert asked == ["digits"]

@@ -1,0 +1,60 @@
+"""What importing the package costs and shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import trlow
+
+LOOK = """
+import json, sys, time
+start = time.process_time()
+import trlow
+seconds = time.process_time() - start
+with open("/proc/self/maps") as maps:
+    mapped = sorted({line.split()[-1] for line in maps if ".so" in line})
+print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules), "mapped": mapped}))
+"""
+
+
+def look() -> dict:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOOK], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_takes_less_than_300_ms():
+    # CPU time, and the best of five, so that a busy machine does not count.
+    assert min(look()["seconds"] for _ in range(5)) < 0.3
+
+
+def test_import_loads_no_cuda_library_and_no_host_device():
+    names = ("libcuda", "libnccl", "libnvrtc", "libtrlow_host")
+    assert [path for path in look()["mapped"] if any(name in path for name in names)] == []
+
+
+@pytest.mark.parametrize("package", ["rich", "sklearn", "matplotlib", "hypothesis", "cuda"])
+def test_import_loads_no_optional_or_heavy_package(package):
+    loaded = {name.split(".", maxsplit=1)[0] for name in look()["modules"]}
+    assert "numpy" in loaded
+    assert package not in loaded
+
+
+def test_all_is_the_whole_public_namespace():
+    exported = set(trlow.__all__)
+    modules = {name for name in exported if isinstance(getattr(trlow, name), ModuleType)}
+    names = {
+        name
+        for name, value in vars(trlow).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert names == exported - modules
+    assert all(hasattr(trlow, name) for name in exported)
+    assert len(trlow.__all__) == len(exported)

@@ -1,0 +1,124 @@
+"""`trlow train`: a model on all ranks, validated after every epoch, with a report.
+
+Everything that can be wrong with the request is found before a device is opened: first the words,
+then the report's path, then data and sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from trlow import data
+from trlow.cli.console import Console
+from trlow.cli.output import check_writable, write
+from trlow.cli.units import binary
+from trlow.errors import RankError, SettingsError
+from trlow.nn.models import MODELS
+from trlow.report import Progress
+from trlow.schedule import Training
+from trlow.settings import Settings
+from trlow.task import Task
+
+EXIT_HUNG = 70
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Train as asked. Raises UsageError before anything is allocated, TrlowError afterwards."""
+    settings = settings_of(arguments)
+    report_path = Path(arguments.report) if "report" in arguments else None
+    if report_path is not None:
+        check_writable("--report", report_path)
+    train, validation = data.load(arguments.data)
+    training = Training(
+        lr=arguments.lr,
+        schedule=arguments.schedule,
+        optimizer=arguments.optimizer,
+        replay=arguments.replay,
+    )
+    model = MODELS[arguments.model](train.classes)
+    with Task(settings, model, train, validation, training=training, name=arguments.model) as task:
+        try:
+            report = _fit(task, arguments.epochs, console)
+        except RankError as error:
+            if task.runtime.dead:
+                _leave_hung(error)
+            raise
+    _show(console, report)
+    if report_path is not None:
+        write(report_path, json.dumps(report, indent=2) + "\n")
+        console.line(f"report: {report_path}")
+    return 0
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return the settings that the options and the environment give. Raises SettingsError."""
+    chosen: dict[str, Any] = {
+        "device": arguments.device,
+        "any_world_size": arguments.any_world_size,
+        "global_batch_size": arguments.global_batch_size,
+        "seed": arguments.seed,
+    }
+    if "gpus" in arguments:
+        if "ranks" in arguments:
+            raise SettingsError(
+                f'--gpus "{arguments.gpus}" and --ranks {arguments.ranks} both say where the ranks '
+                "run; give one of them: --ranks N takes the devices 0 to N-1"
+            )
+        chosen["gpus"] = arguments.gpus
+    if "ranks" in arguments:
+        last = arguments.ranks - 1
+        chosen["gpus"] = f"0-{last}" if last else "0"
+        # The host device has as many devices as one asks for.
+        chosen["host_devices"] = arguments.ranks
+    return Settings.from_environment(**chosen)
+
+
+def _fit(task: Task, epochs: int, console: Console) -> dict[str, Any]:
+    compiled = task.compile()
+    runtime = task.runtime
+    console.line(
+        f"{task.name}: {compiled.n_parameters} parameters, {runtime.world_size} ranks on "
+        f"{runtime.platform.name} of {compiled.network.local_batch} rows each, arena "
+        f"{binary(compiled.plan.arena_nbytes)} per rank"
+    )
+    if task.dropped_rows:
+        console.line(
+            f"each epoch drops {task.dropped_rows} of {task.train.rows} training rows: the short "
+            "last batch"
+        )
+
+    def show(progress: Progress) -> None:
+        epoch = progress.epoch
+        skipped = f", {epoch.skipped_steps} steps skipped" if epoch.skipped_steps else ""
+        console.line(
+            f"epoch {progress.done:>{len(str(epochs))}}/{epochs}: train loss "
+            f"{epoch.train_loss:.4f}, val loss {epoch.val_loss:.4f}, top-1 {epoch.val_top1:.4f}, "
+            f"top-5 {epoch.val_top5:.4f}, {epoch.seconds:.2f} s{skipped}"
+        )
+
+    task.fit(epochs, show)
+    return task.report()
+
+
+def _show(console: Console, report: dict[str, Any]) -> None:
+    replay = cast("dict[str, Any]", report["replay"])
+    digests = cast("list[str]", report["weights_digest"])
+    console.line(
+        f"{replay['mode']} replay: {replay['graphs_per_rank']} graphs per rank, "
+        f"{replay['launches_per_step']:g} launches and {replay['host_syncs_per_step']:g} drains "
+        "per step"
+    )
+    same = "equal on all ranks" if len(set(digests)) == 1 else "DIFFERENT BETWEEN RANKS"
+    console.line(f"weights {digests[0][:16]}, {same}")
+
+
+def _leave_hung(error: RankError) -> None:
+    """End the process at once: a rank still hangs in C, so an orderly end would wait for it."""
+    print(f"trlow: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_HUNG)
