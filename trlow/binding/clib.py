@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -157,19 +158,21 @@ def find(interface: Interface, path: str | None) -> Library:
     """
     if path is not None:
         return open_library(interface, path, "settings")
-    looked = f"{interface.title} was not found; no path was given"
     try:
         from cuda import pathfinder  # noqa: PLC0415  foreign: loads only when used
     except ImportError as error:
         raise LibraryError(
-            f"{looked}, and cuda.pathfinder, which would search, is not installed "
-            "(pip install cuda-python)"
+            f"{interface.title} was not found: no path was given, and cuda.pathfinder, which would "
+            "search, is not installed; pip install cuda-python"
         ) from error
     try:
         found = pathfinder.load_nvidia_dynamic_lib(interface.short)
     except RuntimeError as error:  # the root of pathfinder's "not found" and "not available"
         raise LibraryError(
-            f"{looked}, and cuda.pathfinder says: {error}; {interface.remedy}"
+            f"{interface.title} was not found; looked: no path was given; the wheels in "
+            f"{', '.join(_site_packages()) or 'no site-packages'}; conda; the system loader "
+            f"(LD_LIBRARY_PATH, ldconfig); CUDA_HOME; cuda.pathfinder says: "
+            f"{' '.join(str(error).split()).rstrip('.')}; {interface.remedy}"
         ) from error
     return open_library(interface, str(found.abs_path), "pathfinder")
 
@@ -217,6 +220,10 @@ def _count(name: str) -> None:
     key = (get_ident(), name)  # no two threads share a key, so none loses an increment
     for calls in tuple(_counters):
         calls[key] += 1
+
+
+def _site_packages() -> list[str]:
+    return [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
 
 
 class _LinkMap(ctypes.Structure):

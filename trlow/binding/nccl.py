@@ -36,6 +36,7 @@ __all__ = [
     "CONFIG_SINCE",
     "INTERFACE",
     "PROTOTYPES",
+    "STRUCTURES",
     "TYPES",
     "CollConfig",
     "Config",

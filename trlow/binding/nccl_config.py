@@ -205,11 +205,15 @@ def _filled(
     library: Library,
     values: Mapping[str, object],
 ) -> _Filled:
+    kinds = {field[0]: field[1] for field in blank._fields_}
     for name, value in values.items():
         if name not in since:
             raise UsageError(f"{title} has no field {name!r}; it has {', '.join(since)}")
         library.require(f"{title}.{name}", since[name])
         given = value.encode() if isinstance(value, str) else value
+        # ctypes would take an int for a string, as its address.
+        if isinstance(given, bytes) != (kinds[name] is ctypes.c_char_p):
+            raise UsageError(f"{title}.{name} cannot be {value!r}")
         try:
             setattr(blank, name, given)
         except TypeError as error:

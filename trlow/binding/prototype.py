@@ -128,7 +128,7 @@ def _without_name(parameter: str, statement: str) -> str:
 
 
 def _ctype(declared: str, types: Mapping[str, Any], statement: str) -> Any:
-    """The ctypes type of a C type. `void*` takes an address as an int; `char*` only a buffer."""
+    """The ctypes type of a C type. `void*` and handles take an address as an int."""
     bare = declared.rstrip("*")
     stars = len(declared) - len(bare)
     base = re.sub(r"\b(const|struct|enum) ", "", bare)
