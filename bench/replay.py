@@ -42,10 +42,8 @@ def stub_platform(folder: Path) -> SimpleNamespace:
     """A platform whose runtime does nothing, through the real bindings."""
     source, library = folder / "stub.c", folder / "libstub.so"
     source.write_text(STUB)
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)  # noqa: S607
-    stub = SimpleNamespace(
-        cudart=open_library(cudart.INTERFACE, str(library), "bench"), host=None
-    )
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+    stub = SimpleNamespace(cudart=open_library(cudart.INTERFACE, str(library), "bench"), host=None)
     stub.issuing = Platform.issuing.__get__(stub)
     return stub
 
@@ -54,9 +52,7 @@ def rank_replay(platform: SimpleNamespace, index: int, launches: int) -> RankRep
     """A prepared rank with ``launches`` graph launches a step (1 is fused)."""
     fused = launches == 1
     items = tuple(
-        Launching(
-            f"STAGE_{number}", 16, 32, () if fused else (48,), None if fused else 48
-        )
+        Launching(f"STAGE_{number}", 16, 32, () if fused else (48,), None if fused else 48)
         for number in range(launches)
     )
     rank = SimpleNamespace(index=index, platform=platform, status=Status())

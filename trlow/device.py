@@ -16,6 +16,7 @@ from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
 from trlow.errors import LibraryError, SettingsError
+from trlow.settings import variables_in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -79,7 +80,9 @@ class Platform:
     def nccl(self) -> Library:
         """The collectives' library, loaded on first use."""
         if self._nccl is None:
-            self._nccl = self._host_nccl or nccl_binding.load(self._settings.nccl_library)
+            self._nccl = self._host_nccl or nccl_binding.load(
+                self._settings.nccl_library, variables=variables_in_effect()
+            )
         return self._nccl
 
     @property

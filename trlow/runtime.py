@@ -84,6 +84,11 @@ class Runtime:
         return self._team.ranks.devices
 
     @property
+    def dead(self) -> bool:
+        """Whether recovery from a failure failed; nothing but the end of the process helps."""
+        return self._team.dead
+
+    @property
     def arenas(self) -> tuple[Arena, ...]:
         """Each rank's memory."""
         return tuple(member.arena for member in self._team.members)

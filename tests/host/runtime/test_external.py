@@ -38,9 +38,7 @@ def test_a_callback_enqueues_on_the_stream_of_its_rank(runtime, small, mode):
         target = runtime.arenas[rank].address("feature")
         cudart.cudaMemcpyAsync(target, source, 24, 3, stream)
 
-    external = trlow.External(
-        "callback", (small.early,), (small.plan.range("feature"),), callback
-    )
+    external = trlow.External("callback", (small.early,), (small.plan.range("feature"),), callback)
     replay = runtime.capture(program_with(small, external), mode)
     replay.run(1)
     for arena in runtime.arenas:
@@ -55,7 +53,7 @@ def test_a_host_function_is_a_stage_of_the_program(runtime, small, mode):
 
     def body(rank):
         def run(_):
-            views[rank][:] = 2.0 ** rank
+            views[rank][:] = 2.0**rank
 
         return HOST_FUNCTION(run)
 
@@ -82,9 +80,7 @@ def test_a_ready_made_graph_becomes_a_child_graph(runtime, small, mode):
             stream, graph = c_void_p(), c_void_p()
             cudart.cudaStreamCreateWithFlags(byref(stream), 1)
             cudart.cudaStreamBeginCapture(stream, 1)
-            cudart.cudaMemcpyAsync(
-                arena.address("feature"), arena.address("early"), 24, 3, stream
-            )
+            cudart.cudaMemcpyAsync(arena.address("feature"), arena.address("early"), 24, 3, stream)
             cudart.cudaStreamEndCapture(stream, byref(graph))
             cudart.cudaStreamDestroy(stream)
             graphs.append(graph.value)
@@ -126,7 +122,11 @@ def test_warm_up_of_a_collective_leaves_persistent_memory_as_it_was(runtime, sma
         arena.copy_in("w", np.full(6, rank, np.float32))
     program = trlow.Program.single(
         "broadcast",
-        (trlow.Stage("B", trlow.Stream.UPDATE, (range_op.broadcast(small.plan.range("w"), root=2),)),),
+        (
+            trlow.Stage(
+                "B", trlow.Stream.UPDATE, (range_op.broadcast(small.plan.range("w"), root=2),)
+            ),
+        ),
     )
     replay = runtime.capture(program)
     assert [arena.copy_out("w")[0] for arena in runtime.arenas] == [0, 1, 2, 3]

@@ -39,9 +39,7 @@ def callback_program(small, callback):
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 @pytest.mark.parametrize("step", [0, 1, 5])
-def test_a_rank_that_raises_before_its_launch_ends_all_with_one_error(
-    runtime, small, mode, step
-):
+def test_a_rank_that_raises_before_its_launch_ends_all_with_one_error(runtime, small, mode, step):
     replay = runtime.capture(small.feed_program(), mode)
 
     def fill(rank, current, slot):
@@ -98,7 +96,7 @@ def test_a_callback_that_raises_in_capture_names_rank_and_stage(runtime, small):
 
 
 def test_an_error_inside_a_group_launches_nothing(runtime, small, monkeypatch):
-    from trlow.communicator import Communicators  # noqa: PLC0415
+    from trlow.communicator import Communicators
 
     program = small.mean_program()
     runtime.eager(program)
@@ -133,7 +131,7 @@ def test_ctrl_c_in_the_loop_stops_all_ranks(runtime, small):
 
 
 def test_mismatched_collectives_are_reported_at_issue(runtime, small, monkeypatch):
-    from trlow import enqueue, team  # noqa: PLC0415
+    from trlow import enqueue, team
 
     program = small.mean_program()
     runtime.eager(program)
