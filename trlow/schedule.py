@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trlow.errors import SettingsError
 from trlow.nn.compiler import OPTIMIZERS
@@ -81,14 +82,15 @@ class Training:
                 raise SettingsError(f"{name} {value!r}: known are {', '.join(known)}")
 
 
-def check_rate(name: str, value: float, limit: float = math.inf) -> None:
+def check_rate(name: str, value: Any, limit: float = math.inf) -> None:
     """Raise SettingsError unless 0 <= value < limit and finite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < limit:
+    number = float(value) if type(value) in {int, float} else math.nan
+    if not 0 <= number < limit:
         wanted = "finite and not negative" if limit == math.inf else f"in [0, {limit})"
         raise SettingsError(f"{name}={value!r} must be {wanted}")
 
 
-def check_count(name: str, value: int, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
     """Raise SettingsError unless value is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise SettingsError(f"{name}={value!r} must be an integer of at least {least}")

@@ -65,7 +65,6 @@ class Task:
         self.history: list[Epoch] = []
         self._compiled: Compiled | None = None
         self._runtime: Runtime | None = None
-        self._platform: Platform | None = None
         self._replays: dict[str, Replay] = {}
         self._closed = False
         _check_data(self)
@@ -79,7 +78,11 @@ class Task:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except TrlowError:
+            if error is None:
+                raise  # the body's own error wins over one from closing
 
     @property
     def global_batch_size(self) -> int:
@@ -131,10 +134,10 @@ class Task:
         try:
             for name, program in compiled.programs.items():
                 self._replays[name] = self._runtime.capture(program, self.training.replay)
-            self._platform, self._compiled = platform, compiled
+            self._compiled = compiled
             self._initialise()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return compiled
 

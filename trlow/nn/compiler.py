@@ -122,9 +122,16 @@ def _single_stages(recipe: Recipe) -> dict[str, Stage]:
         )
     }
     if recipe.network.norms:
-        inference = ("W_EQ_SCALE", "W_EQ_BIAS")
-        regions = (*inference, "W_BN_WEIGHT", "W_BN_BIAS", "B_PREV_MEAN", "B_PREV_VAR")
-        op = bn_inference(*(plan.region_range(name) for name in regions), plan.range("a.bn_eps"))
+        of = plan.region_range
+        op = bn_inference(
+            of("W_EQ_SCALE"),
+            of("W_EQ_BIAS"),
+            of("W_BN_WEIGHT"),
+            of("W_BN_BIAS"),
+            of("B_PREV_MEAN"),
+            of("B_PREV_VAR"),
+            plan.range("a.bn_eps"),
+        )
         stages["bn_inference"] = Stage("UPDATE_BN_INF", Stream.UPDATE, (op,))
     if recipe.world_size > 1:
         total = sum_all_reduce(accumulated)
