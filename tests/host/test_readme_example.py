@@ -12,7 +12,9 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def example() -> str:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     return code
 
 

@@ -20,7 +20,7 @@ def check_writable(option: str, path: Path) -> None:
         if path.exists():
             with path.open("ab"):
                 pass
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
         reason = error.strerror or error
@@ -31,12 +31,13 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text` whole or not at all: a reader never sees half a file."""
+    """Write `text` whole or not at all: a reader never sees half a file. A link stays a link."""
+    path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
     with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:
         try:
             file.write(text)

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: in this process for speed, as a process where that matters."""
+"""The command line: in this process for speed, as a process of its own where that matters."""
 
 from __future__ import annotations
 

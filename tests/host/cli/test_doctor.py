@@ -1,4 +1,4 @@
-"""`trlow doctor`: what is there is found, what is missing is said, and only a broken trlow fails."""
+"""`trlow doctor`: what is there is found, what is missing is said; only a broken trlow fails."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def test_the_self_test_notices_a_wrong_mean(monkeypatch):
 
     real = Arena.copy_out
     monkeypatch.setattr(Arena, "copy_out", lambda self, what: real(self, what) + 1)
-    with pytest.raises(RankError, match="should be 1.5"):
+    with pytest.raises(RankError, match=r"should be 1\.5"):
         mean_over_ranks(settings)

@@ -66,7 +66,10 @@ def test_traffic_is_the_ring_formula_over_gradient_bytes(trlow, ranks):
 
 def test_the_deep_bucket_ends_with_the_metrics(trlow):
     ranges = as_json(trlow)["ranges"]
-    assert (ranges["DEEP_COMM"]["first"], ranges["DEEP_COMM"]["last"]) == ("G_DEEP_CONV", "R_RESULT")
+    assert (ranges["DEEP_COMM"]["first"], ranges["DEEP_COMM"]["last"]) == (
+        "G_DEEP_CONV",
+        "R_RESULT",
+    )
     assert ranges["FIRST_COMM"]["last"] == "G_FIRST_CONV"
 
 

@@ -90,9 +90,7 @@ def test_train_and_plan_agree_on_the_plan(trlow, tmp_path):
     assert report["plan"]["fingerprint"] == plan["fingerprint"]
     assert report["plan"]["arena_nbytes"] == plan["arena_nbytes"]
     assert report["plan"]["traffic_nbytes_per_rank"] == plan["traffic_nbytes_per_rank"]
-    ranges = {
-        bucket.pop("stage"): bucket for bucket in map(dict, report["plan"]["buckets"])
-    }
+    ranges = {bucket.pop("stage"): bucket for bucket in map(dict, report["plan"]["buckets"])}
     assert ranges == plan["ranges"]
 
 
