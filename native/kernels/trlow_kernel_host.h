@@ -132,7 +132,8 @@ struct __attribute__((may_alias, aligned(16))) Chunk {
 // on the rounding and flushing modes that other code of the process may have set.
 TRLOW_INLINE u32 trlow_round_f16(f32 value) {
   const u32 bits = trlow_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  // normal: rebias the exponent by 112; a carry out of the mantissa moves it up
+  // normal: rebias the exponent by 112; a carry out of the mantissa moves it up,
+  // from 65520 on to infinity
   const u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // subnormal: the mantissa in units of 2^-24, which lie `shift` bits up
   const u32 exponent = magnitude >> 23, distance = exponent < 113u ? 126u - exponent : 14u;
@@ -140,7 +141,7 @@ TRLOW_INLINE u32 trlow_round_f16(f32 value) {
   const u32 mantissa = (magnitude & 0x7fffffu) | 0x800000u;
   const u32 small = (mantissa + ((1u << (shift - 1u)) - 1u) + ((mantissa >> shift) & 1u)) >> shift;
   const u32 finite = magnitude < 0x38800000u ? small : normal;  // 2^-14
-  return sign | (magnitude >= 0x477ff000u ? 0x7c00u : finite);  // 65520 is half way to 2^16
+  return sign | (magnitude >= 0x47800000u ? 0x7c00u : finite);  // 2^16
 }
 TRLOW_INLINE f32 trlow_widen_f16(u16 half) {
   const u32 sign = (u32)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;

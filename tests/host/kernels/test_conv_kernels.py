@@ -52,6 +52,7 @@ SHAPES = (
     Shape(1, 7, 7, 4, 20, 1, 1, 2, 0),
     Shape(1, 8, 8, 2, 33, 2, 2, 2, 0),
     Shape(1, 3, 3, 3, 5, 5, 5, 1, 2),  # the kernel is larger than the picture
+    Shape(1, 2, 2, 3, 5, 5, 5, 2, 2),  # and its last taps meet padding alone
     Shape(1, 10, 11, 6, 16, 3, 3, 3, 1),  # a remainder that no window reaches
     Shape(1, 5, 5, 3, 4, 1, 1, 3, 1),  # windows that lie in the padding alone
 )
