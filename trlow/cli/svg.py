@@ -155,7 +155,7 @@ def _strip(
 
 
 def _slanted(canvas: Canvas, y: float, labels: Sequence[tuple[float, Piece]]) -> float:
-    """Name thin regions below the strip, kept apart and inside the picture, tied to their places."""
+    """Name thin regions below the strip, kept apart and inside the picture; return the y below."""
     spots: list[float] = []
     for x, _ in labels:
         spots.append(max(x, spots[-1] + LABEL_PITCH) if spots else x)
