@@ -6,5 +6,8 @@ TRLOW_KERNEL(relu_fwd, f32* y, const f32* x, i64 count) {
 }
 
 TRLOW_KERNEL(relu_bwd, f32* dx, const f32* dy, const f32* y, i64 count) {
-  TRLOW_EACH(i, count) dx[i] = y[i] <= 0.0f ? 0.0f : dy[i];
+  TRLOW_EACH(i, count) {
+    const f32 gradient = dy[i];
+    dx[i] = y[i] <= 0.0f ? 0.0f : gradient;
+  }
 }

@@ -42,6 +42,8 @@ TRLOW_INLINE f32 trlow_float(u32 bits) { return __uint_as_float(bits); }
 TRLOW_INLINE f32 trlow_sqrt(f32 value) { return sqrtf(value); }
 TRLOW_INLINE i64 trlow_address(const void* pointer) { return (i64)pointer; }
 
+TRLOW_INLINE u32 trlow_blend(bool condition, u32 yes, u32 no) { return condition ? yes : no; }
+
 struct alignas(16) Chunk {
   u32 word[4];
 };
@@ -116,8 +118,9 @@ TRLOW_INLINE u16 trlow_to_f16(f32 value) {
   return (u16)(magnitude > 0x7f800000u ? nan : trlow_round_f16(value));
 }
 TRLOW_INLINE f32 trlow_from_f16(u16 half) {
+  const bool is_nan = (half & 0x7fffu) > 0x7c00u;
   const u32 nan = ((u32)(half & 0x8000u) << 16) | 0x7f800000u | ((u32)(half & 0x3ffu) << 13);
-  return (half & 0x7fffu) > 0x7c00u ? trlow_float(nan) : trlow_widen_f16(half);
+  return trlow_float(trlow_blend(is_nan, nan, trlow_bits(trlow_widen_f16(half))));
 }
 TRLOW_INLINE u16 trlow_to_bf16(f32 value) {  // a NaN becomes quiet: its payload may lie below
   const u32 bits = trlow_bits(value);

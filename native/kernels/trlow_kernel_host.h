@@ -128,6 +128,12 @@ struct __attribute__((may_alias, aligned(16))) Chunk {
   u32 word[4];
 };
 
+// condition ? yes : no, without a branch that would keep a loop from becoming vectors.
+TRLOW_INLINE u32 trlow_blend(bool condition, u32 yes, u32 no) {
+  const u32 mask = 0u - (u32)condition;
+  return (yes & mask) | (no & ~mask);
+}
+
 // The conversions of trlow_kernel.h for everything but NaN, in integers alone: they do not depend
 // on the rounding and flushing modes that other code of the process may have set.
 TRLOW_INLINE u32 trlow_round_f16(f32 value) {
@@ -145,11 +151,11 @@ TRLOW_INLINE u32 trlow_round_f16(f32 value) {
 }
 TRLOW_INLINE f32 trlow_widen_f16(u16 half) {
   const u32 sign = (u32)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-  const u32 normal = (magnitude << 13) + (112u << 23);
-  const u32 infinite = 0x7f800000u;
-  const u32 small = trlow_bits((f32)(i32)magnitude * 0x1p-24f);  // exact
-  const u32 finite = magnitude < 0x400u ? small : normal;
-  return trlow_float(sign | (magnitude >= 0x7c00u ? infinite : finite));
+  // an integer mantissa times a power of two, exactly; subnormals share the least exponent
+  const u32 exponent = magnitude >> 10, least = exponent < 1u ? 1u : exponent;
+  const i32 mantissa = (i32)(magnitude - ((least - 1u) << 10));
+  const u32 finite = trlow_bits((f32)mantissa * trlow_float((least + 102u) << 23));
+  return trlow_float(sign | trlow_blend(magnitude >= 0x7c00u, 0x7f800000u, finite));
 }
 TRLOW_INLINE u32 trlow_round_bf16(f32 value) {
   const u32 bits = trlow_bits(value);
