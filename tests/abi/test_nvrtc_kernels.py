@@ -14,14 +14,19 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and
 
 ARCHITECTURES = ("80", "90", "100")
 SOURCES = sorted({declaration.source for declaration in declarations().values()})
-POINTERS = {f"{const}{element}*" for const in ("", "const ") for element in ("f32", "u16", "i32", "u8")}
+POINTERS = {
+    f"{const}{element}*" for const in ("", "const ") for element in ("f32", "u16", "i32", "u8")
+}
 PARAMETER_INFO, PARAMETER_BYTES = 0x17, 0x19  # EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE
 BY_SIZE = 4  # the attribute's value lies behind it; its 16-bit field is the size
 
 
 def sections(cubin):
     """The sections of a 64-bit ELF file by name."""
-    table, size, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<3H", cubin, 58))
+    table, size, count, names = (
+        *struct.unpack_from("<Q", cubin, 40),
+        *struct.unpack_from("<3H", cubin, 58),
+    )
     headers = [struct.unpack_from("<2I4Q", cubin, table + size * i) for i in range(count)]
     strings = headers[names][4]
     for name, _, _, _, offset, nbytes in headers:
@@ -67,7 +72,9 @@ def test_every_declaration_in_the_sources_is_found():
     for source in SOURCES:
         text = (source_folder() / source).read_text()
         written = re.findall(r"TRLOW_(?:BLOCK_)?KERNEL\((\w+)", text)
-        assert sorted(written) == sorted(d.name for d in declarations().values() if d.source == source)
+        assert sorted(written) == sorted(
+            d.name for d in declarations().values() if d.source == source
+        )
 
 
 def test_sources_include_the_portability_header_alone():
