@@ -11,8 +11,6 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-LIBRARY := trlow/_native/libtrlow_host.so
-NATIVE_SOURCES := native/build.py $(wildcard native/host/* native/kernels/* trlow/binding/*.py)
 SETUP := pyproject.toml native/hatch_build.py
 comma := ,
 # On a machine with an NVIDIA driver `make run` takes the GPUs, so it needs their libraries.
@@ -23,17 +21,19 @@ INSTALL := $(PIP) install --quiet --editable
 .NOTPARALLEL: # an install compiles the library, so a rule beside it would compile it twice
 .PHONY: run test test-installed native lint clean
 
-run: $(VENV)/.run $(LIBRARY)
+run: $(VENV)/.run native
 	$(BIN)/python -m trlow train --device auto --report report.json $(ARGS)
 
 test: lint test-installed
 	$(BIN)/python -m pytest $(ARGS)
 
 # A part of the tests against a wheel, in a folder where the checkout cannot be imported.
-test-installed: $(VENV)/.test $(LIBRARY)
+test-installed: $(VENV)/.test native
 	$(BIN)/python tests/installed.py
 
-native: $(LIBRARY)
+# Compiles only what changed.
+native:
+	$(PYTHON) native/build.py
 
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .
@@ -43,9 +43,6 @@ lint: $(VENV)/.test
 clean:
 	rm -rf $(VENV) trlow/_native build dist report.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-$(LIBRARY): $(NATIVE_SOURCES)
-	$(PYTHON) native/build.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -8,6 +8,7 @@ from there. A checkout has the kernel sources in `native/kernels`, a wheel gets 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -47,5 +48,6 @@ def _build_module(root: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise FileNotFoundError("native/build.py is missing from the sources")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up there
     spec.loader.exec_module(module)
     return module

@@ -67,6 +67,7 @@ class Task:
         self._runtime: Runtime | None = None
         self._replays: dict[str, Replay] = {}
         self._closed = False
+        self._dead = False
         _check_data(self)
 
     def __enter__(self) -> Self:
@@ -112,6 +113,11 @@ class Task:
         if self._runtime is None:
             raise UsageError("the task has no ranks: call compile() first, and not after close()")
         return self._runtime
+
+    @property
+    def dead(self) -> bool:
+        """Whether ranks hung beyond recovery, so that only the end of the process helps."""
+        return self._dead if self._runtime is None else self._runtime.dead
 
     def compile(self) -> Compiled:
         """Plan, open the devices, capture every program, and give all ranks the initial state."""
@@ -220,6 +226,7 @@ class Task:
         self._replays.clear()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
+            self._dead = runtime.dead
             runtime.close()
 
     def _initialise(self) -> None:

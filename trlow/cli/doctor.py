@@ -62,11 +62,8 @@ def _show(console: Console, found: Findings) -> None:
 
 
 def _library_rows(shared: Shared) -> list[tuple[str, str, str, str]]:
-    first = (
-        (shared.name, shared.version or "", shared.how or "", shared.path or "")
-        if shared.error is None
-        else (shared.name, "", "missing", "see below")
-    )
+    how, path = shared.how or "missing", shared.path or "see below"
+    first = (shared.name, shared.version or "", how, path)
     return [first, *(("", "", "second copy", path) for path in shared.copies)]
 
 

@@ -11,13 +11,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from trlow import data
 from trlow.cli.console import Console
 from trlow.cli.output import check_writable, write
 from trlow.cli.units import binary
-from trlow.errors import RankError, SettingsError
+from trlow.errors import SettingsError, TrlowError
 from trlow.nn.models import MODELS
 from trlow.report import Progress
 from trlow.schedule import Training
@@ -41,13 +41,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         replay=arguments.replay,
     )
     model = MODELS[arguments.model](train.classes)
-    with Task(settings, model, train, validation, training=training, name=arguments.model) as task:
-        try:
+    task = Task(settings, model, train, validation, training=training, name=arguments.model)
+    try:
+        with task:
             report = _fit(task, arguments.epochs, console)
-        except RankError as error:
-            if task.runtime.dead:
-                _leave_hung(error)
-            raise
+    except (TrlowError, KeyboardInterrupt) as error:
+        if task.dead:
+            _leave_hung(error)
+        raise
     _show(console, report)
     if report_path is not None:
         write(report_path, json.dumps(report, indent=2) + "\n")
@@ -117,8 +118,10 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     console.line(f"weights {digests[0][:16]}, {same}")
 
 
-def _leave_hung(error: RankError) -> None:
-    """End the process at once: a rank still hangs in C, so an orderly end would wait for it."""
+def _leave_hung(error: BaseException) -> NoReturn:
+    """End the process at once: a rank still hangs in C, and an orderly end would wait for it."""
+    if isinstance(error, KeyboardInterrupt):
+        error = TrlowError("interrupted, and the ranks do not come back; the process ends now")
     print(f"trlow: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(EXIT_HUNG)

@@ -223,3 +223,27 @@ def test_the_digits_are_what_is_trained_by_default(trlow, tmp_path, monkeypatch)
     monkeypatch.setattr(data, "load", lambda spec: asked.append(spec) or data.load_digits())
     train(trlow, tmp_path / "report.json")
     assert asked == ["digits"]
+
+
+HUNG = """
+import sys
+from trlow.cli import main
+from trlow.errors import RankError
+from trlow.task import Task
+
+def fit(self, epochs, progress):
+    raise RankError("a rank did not arrive", rank=1, step=3, stage="DEEP_COMM")
+
+Task.fit = fit
+Task.dead = property(lambda self: {dead})
+sys.exit(main(["train", "--device", "host", "--model", "mlp"]))
+"""
+
+
+@pytest.mark.parametrize(("dead", "code"), [(True, 70), (False, 1)])
+def test_a_rank_error_ends_with_70_only_where_recovery_failed(dead, code):
+    command = [sys.executable, "-W", "error", "-c", HUNG.format(dead=dead)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1
+    assert "a rank did not arrive (rank 1, step 3, stage DEEP_COMM)" in done.stderr
