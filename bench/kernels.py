@@ -124,7 +124,6 @@ def main() -> None:
         kernels.close()
         streams.close()
         platform.cudart.cudaFree(memory)
-        platform.close()
 
 
 if __name__ == "__main__":
