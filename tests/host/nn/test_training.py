@@ -252,6 +252,16 @@ def test_skipped_steps_are_counted_and_leave_the_mean_loss_alone(make_data, open
     assert epoch.train_loss == pytest.approx(np.mean(losses), rel=1e-6)
 
 
+def test_validation_counts_all_rows_after_a_skipped_step(make_data, open_task):
+    data, validation = make_data(8), make_data(11, seed=1)
+    with open_task(NORMED, data, validation, ranks=2, batch=8) as task:
+        expected = task.validate()
+        data.features[3] = np.nan
+        train(task, [0.1])
+        assert task.runtime.arenas[0].copy_out("skip")[0] == 1
+        assert task.validate() == expected
+
+
 def test_an_epoch_with_no_finite_step_is_an_error(make_data, open_task):
     data = make_data(16)
     data.features[:] = np.nan

@@ -268,6 +268,29 @@ def test_freezing_moves_nothing_and_leaves_no_trace_in_the_update(which, data, r
     assert any(r.contains(plan.range("result")) for r in reduced)
 
 
+@TABLES
+def test_every_bucket_is_cleared_first_and_checked_before_it_is_used(table):
+    compiled = build(table=table)
+    program = compiled.programs["train"]
+    for bucket in compiled.plan.buckets():
+        assert bucket.range in stage(program, "ZERO_GRAD").writes
+        assert bucket.range in stage(program, "NAN_CHECK").reads
+    skip = compiled.plan.range("skip")
+    assert skip in stage(program, "ZERO_GRAD").writes
+    for name in ("ACCUM_METRICS", "UPDATE_STATS", "WEIGHT_UPDATE"):
+        for op in stage(program, name).ops:
+            assert skip in op.reads, name
+
+
+def test_frozen_gradients_are_cleared_all_the_same():
+    """A frozen batch norm still adds to its gradient; nothing may grow without bound."""
+    compiled = build(frozen={0, 1, 4, 8, 11})
+    cleared = stage(compiled.programs["train"], "ZERO_GRAD").writes
+    for parameter in compiled.parameters:
+        gradient = compiled.plan.range(parameter.gradient)
+        assert any(r.contains(gradient) for r in cleared), parameter.name
+
+
 def test_a_frozen_first_layer_loses_its_backward_and_keeps_the_second_bucket():
     """Invariant 16."""
     program = build(frozen={0}).programs["train"]
