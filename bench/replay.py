@@ -22,7 +22,6 @@ import numpy as np
 
 from trlow.binding import cudart
 from trlow.binding.clib import open_library
-from trlow.device import Platform
 from trlow.ranks import Status
 from trlow.replay import RUN_AHEAD, Launching, RankReplay
 
@@ -43,9 +42,7 @@ def stub_platform(folder: Path) -> SimpleNamespace:
     source, library = folder / "stub.c", folder / "libstub.so"
     source.write_text(STUB)
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-    stub = SimpleNamespace(cudart=open_library(cudart.INTERFACE, str(library), "bench"), host=None)
-    stub.issuing = Platform.issuing.__get__(stub)
-    return stub
+    return SimpleNamespace(cudart=open_library(cudart.INTERFACE, str(library), "bench"), host=None)
 
 
 def rank_replay(platform: SimpleNamespace, index: int, launches: int) -> RankReplay:

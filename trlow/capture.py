@@ -21,7 +21,7 @@ from trlow.range_op import FeedCopy, Launch
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from trlow.enqueue import Groups, Rank, Rendezvous
+    from trlow.enqueue import Group, Rank, Rendezvous
     from trlow.program import Program, Stage
 
 THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads' calls are their own business
@@ -108,7 +108,7 @@ def _stage_enqueuer(stage: Stage) -> Callable[[Rank, Rendezvous | None], None]:
     return lambda rank, rendezvous: enqueue_stage(rank, stage, rendezvous)
 
 
-def groups_in(sections: Sequence[Section], world_size: int) -> Groups:
+def groups_in(sections: Sequence[Section], world_size: int) -> list[Group]:
     """Every group of collectives that capturing ``sections`` issues, in order."""
     stages = [stage for section in sections for stage in section.stages]
     return groups_of(stages, world_size)

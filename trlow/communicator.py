@@ -94,6 +94,12 @@ class Communicators:
             self._nccl.ncclGroupEnd()
 
     @property
+    def last_error(self) -> str:
+        """What NCCL said last; it may speak of an earlier failure, so never decide by it."""
+        text: bytes = self._nccl.ncclGetLastError(None)
+        return text.decode(errors="replace").strip()
+
+    @property
     def aborting(self) -> bool:
         """Whether ``start_abort`` was called; nothing else may be done with them then."""
         return bool(self._aborts)

@@ -15,13 +15,14 @@ from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
-from trlow.errors import LibraryError, SettingsError
+from trlow.errors import CudaError, LibraryError, SettingsError
 from trlow.settings import variables_in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from trlow.binding.clib import Library
+    from trlow.binding.host import HostLibraries
     from trlow.settings import Settings
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: no stream ever orders itself with the legacy stream
@@ -48,13 +49,21 @@ class Platform:
             self.cudart: Library = libraries.cudart
             self.driver: Library = libraries.driver
             self._host_nccl: Library | None = libraries.nccl
-            self.host.trlowHostConfigure(
-                settings.host_devices, settings.host_workers, settings.host_schedule_seed, 0
-            )
+            self._configure_host(libraries)
         else:
             self.cudart = cudart_binding.load(settings.cudart_library)
             self.driver = driver_binding.load(settings.driver_library)
             self._host_nccl = None
+
+    def _configure_host(self, libraries: HostLibraries) -> None:
+        settings = self._settings
+        try:
+            libraries.host.trlowHostConfigure(
+                settings.host_devices, settings.host_workers, settings.host_schedule_seed, 0
+            )
+        except CudaError as error:
+            why = libraries.nccl.ncclGetLastError(None).decode()
+            raise SettingsError(f"the host device cannot be set up so: {why}") from error
 
     @classmethod
     def open(cls, settings: Settings) -> Platform:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from trlow.communicator import Call
-from trlow.errors import CaptureError, ForeignError
+from trlow.errors import CaptureError, ForeignError, RankError, TrlowError
 from trlow.program import Stream
 from trlow.range_op import Collective, FeedCopy, Launch
 from trlow.ranks import PeerFailedError
@@ -70,7 +70,13 @@ class Rank:
         self.platform.cudart.cudaStreamWaitEvent(stream, self.events[key], 0)
 
 
-Groups: TypeAlias = list[tuple[Stream, tuple[Collective, ...]]]
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Collectives that are issued together, and the stage they belong to."""
+
+    stage: str
+    stream: Stream
+    collectives: tuple[Collective, ...]
 
 
 @dataclass(slots=True)
@@ -79,7 +85,8 @@ class Rendezvous:
 
     parties: int  # ranks
     deadline_s: float
-    groups: Groups = field(default_factory=list)
+    groups: Sequence[Group]
+    capturing: bool = False  # which error a failed group is
     _barrier: threading.Barrier = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,14 +99,23 @@ class Rendezvous:
 
     def serve(self, communicators: Communicators, ranks: Sequence[Rank]) -> None:
         """The coordinator's side: every group in order. An error stops all ranks."""
-        try:
-            for stream, group in self.groups:
+        for group in self.groups:
+            try:
                 self._wait()
-                communicators.group(calls(group, ranks, stream))
+                communicators.group(calls(group, ranks))
                 self._wait()
-        except BaseException:
-            self.stop()
-            raise
+            except PeerFailedError:
+                raise
+            except BaseException as error:
+                self.stop()
+                raise self._failure(group, error) from error
+
+    def _failure(self, group: Group, error: BaseException) -> TrlowError:
+        op = group.collectives[0].kind
+        message = f"a group of {len(group.collectives)} {op} failed: {error}"
+        if self.capturing:
+            return CaptureError(message, rank=None, stage=group.stage, op=op)
+        return RankError(message, rank=None, step=None, stage=group.stage)
 
     def _wait(self) -> None:
         try:
@@ -113,9 +129,9 @@ class Rendezvous:
         self._barrier.abort()
 
 
-def calls(group: Iterable[Collective], ranks: Sequence[Rank], stream: Stream) -> Iterator[Call]:
+def calls(group: Group, ranks: Sequence[Rank]) -> Iterator[Call]:
     """One call per collective and rank, with every argument resolved."""
-    for collective in group:
+    for collective in group.collectives:
         for rank in ranks:
             yield Call(
                 rank.index,
@@ -125,20 +141,20 @@ def calls(group: Iterable[Collective], ranks: Sequence[Rank], stream: Stream) ->
                 collective.range.dtype.nccl_code,
                 collective.op,
                 collective.root,
-                rank.streams[stream],
+                rank.streams[group.stream],
             )
 
 
-def groups_of(stages: Iterable[Stage], world_size: int) -> Groups:
+def groups_of(stages: Iterable[Stage], world_size: int) -> list[Group]:
     """The groups that ``stages`` issue in order; none when there is only one rank."""
     if world_size == 1:
         return []
-    groups: Groups = []
+    groups: list[Group] = []
     for stage in stages:
         for group in stage.groups():
             collectives = tuple(action for action in group if isinstance(action, Collective))
             if collectives:
-                groups.append((stage.stream, collectives))
+                groups.append(Group(stage.name, stage.stream, collectives))
     return groups
 
 

@@ -27,18 +27,23 @@ class PeerFailedError(Exception):
 
 
 class Status:
-    """What one rank is doing, for error messages and for the progress watch. One writer."""
+    """What one rank is doing, for error messages and for the progress watch.
 
-    __slots__ = ("op", "stage", "step")
+    The rank's own thread writes all but ``stop``, which tells it to begin no further step.
+    """
+
+    __slots__ = ("failed_at", "op", "stage", "step", "stop")
 
     def __init__(self) -> None:
-        self.step: int | None = None
-        self.stage: str | None = None
-        self.op: str | None = None
+        self.clear()
 
     def clear(self) -> None:
         """Back to idle."""
-        self.step = self.stage = self.op = None
+        self.step: int | None = None
+        self.stage: str | None = None
+        self.op: str | None = None
+        self.failed_at: float | None = None  # on the monotonic clock, before peers can know
+        self.stop = False
 
     def __str__(self) -> str:
         if self.step is None and self.stage is None:
@@ -155,14 +160,13 @@ class Ranks:
             self.settle(jobs)
             raise
         peers = self.describe()
+        failed_by_itself = any(job.error is not None for job in jobs)
         on_stop()
         if not self.settle(jobs):
             stuck = [f"job {index}" for index, job in enumerate(jobs) if not job.done]
-            message = f"{reason}; {', '.join(stuck)} did not come back within {GRACE_S} s"
-            return RankError(message, rank=None, step=None, stage=None, peers=peers)
-        failed = self.first_failure(jobs)
-        if failed is not None:
-            return failed
+            reason = f"{reason}; {', '.join(stuck)} did not come back within {GRACE_S:g} s"
+        elif failed_by_itself:
+            return self.first_failure(jobs)
         return RankError(reason, rank=None, step=None, stage=None, peers=peers)
 
     def _watch(
@@ -188,10 +192,15 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         return all(job.wait(max(0.0, deadline - time.monotonic())) for job in jobs)
 
-    @staticmethod
-    def first_failure(jobs: Sequence[Job]) -> BaseException | None:
+    def first_failure(self, jobs: Sequence[Job]) -> BaseException | None:
         """The error that came first, not counting ranks that only stopped because of a peer."""
-        errors = [(job.ended_at, job.error) for job in jobs if job.error is not None]
+        noticed = [status.failed_at for status in self.statuses]
+        noticed += [None] * (len(jobs) - len(noticed))
+        errors = [
+            (at or job.ended_at, job.error)
+            for job, at in zip(jobs, noticed, strict=False)
+            if job.error is not None
+        ]
         own = [pair for pair in errors if not isinstance(pair[1], PeerFailedError)]
         return min(own or errors, key=lambda pair: pair[0], default=(0.0, None))[1]
 

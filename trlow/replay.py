@@ -18,6 +18,7 @@ from trlow.capture import stage_key
 from trlow.errors import RankError, UsageError
 from trlow.program import Stream
 from trlow.range_op import FeedCopy
+from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 # fill(rank, step, slot) writes the inputs of ``step`` into ``slot``; it runs on the rank's thread
 Fill: TypeAlias = "Callable[[int, int, FeedSlot], None]"
-# Runs a function on every rank's thread and returns the results in rank order
-Together: TypeAlias = "Callable[[Callable[[Rank], Any]], list[Any]]"
+# Team.together: runs a function on every rank's thread, returns the results in rank order
+Together: TypeAlias = "Callable[..., list[Any]]"
 
 RUN_AHEAD = 2  # steps that the host may be ahead of the device
 # What the binding floor may see of a rank's thread between two steps.
@@ -70,12 +71,11 @@ class RankReplay:
 
     def run(self, steps: int, fill: Fill | None, first_step: int) -> None:
         """Replay ``steps`` steps and wait for the last two. Runs on the rank's own thread."""
-        with self.rank.platform.issuing():
-            self._loop(steps, fill, first_step)
-            self.rank.status.stage = "end of run"
-            for parity in range(min(steps, RUN_AHEAD)):
-                for event, _ in self.ends[parity]:
-                    self.rank.platform.cudart.cudaEventSynchronize(event)
+        self._loop(steps, fill, first_step)
+        self.rank.status.stage = "end of run"
+        for parity in range(min(steps, RUN_AHEAD)):
+            for event, _ in self.ends[parity]:
+                self.rank.platform.cudart.cudaEventSynchronize(event)
 
     def prologue(self, fill: Fill, first_step: int) -> None:
         """Load the first batch; every later one is loaded by the step before it."""
@@ -90,6 +90,9 @@ class RankReplay:
             parity = step % RUN_AHEAD
             status.step = first_step + step
             status.stage = None
+            if status.stop:
+                message = "told to stop"
+                raise PeerFailedError(message)
             if step >= RUN_AHEAD:
                 for event, _ in ends[parity]:
                     synchronize(event)
@@ -244,12 +247,16 @@ class Replay:
             raise UsageError(message)
         if steps and fill is not None:
             self._together(lambda rank: prepared[rank.index].prologue(fill, first_step))
+
+        def loop(rank: Rank) -> int:
+            prepared[rank.index].run(steps, fill, first_step)
+            return threading.get_ident()
+
         if not audit:
-            self._together(lambda rank: prepared[rank.index].run(steps, fill, first_step))
+            self._together(loop, launches=True)
             return
         with counting() as counted:
-            self._together(lambda rank: prepared[rank.index].run(steps, fill, first_step))
-        threads = self._together(lambda _: threading.get_ident())
+            threads = self._together(loop, launches=True)
         self.calls.add(steps, counted, set(threads))
 
     def detach(self) -> None:

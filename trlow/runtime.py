@@ -128,7 +128,8 @@ class Runtime:
         """All ranks capture, then all instantiate; or everything begun is undone."""
         team = self._team
         fresh = [capturing.Graphs() for _ in team.members]
-        rendezvous = team.rendezvous(capturing.groups_in(sections, self.world_size))
+        groups = capturing.groups_in(sections, self.world_size)
+        rendezvous = team.rendezvous(groups, capturing=True)
         try:
             team.together(
                 lambda rank: capturing.capture_rank(rank, sections, rendezvous, fresh[rank.index]),
@@ -252,9 +253,8 @@ def _fill_eagerly(
 
 
 def _step_eagerly(program: Program, phase: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
-    with rank.platform.issuing():
-        enqueue_phase(rank, program, phase, rendezvous)
-        rank.streams.synchronize()
+    enqueue_phase(rank, program, phase, rendezvous)
+    rank.streams.synchronize()
 
 
 def _warn_forgotten(workers: Sequence[Worker]) -> None:

@@ -7,6 +7,8 @@ communicators made on the next use; only where that fails too is the team dead, 
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from trlow.arena import Arena
 from trlow.communicator import Communicators
 from trlow.device import Events, Streams
 from trlow.enqueue import Rank, Rendezvous
-from trlow.errors import ForeignError, RankError, TrlowError, UsageError
+from trlow.errors import CudaError, ForeignError, RankError, TrlowError, UsageError
 from trlow.feed import Feed
 from trlow.kernel import Kernels
 from trlow.program import Stream
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trlow.device import Platform
-    from trlow.enqueue import Groups
+    from trlow.enqueue import Group
     from trlow.plan import MemoryPlan
     from trlow.ranks import Job, Worker
 
@@ -125,11 +127,11 @@ class Team:
         if error is not None:
             raise error
 
-    def rendezvous(self, groups: Groups) -> Rendezvous | None:
+    def rendezvous(self, groups: Sequence[Group], *, capturing: bool = False) -> Rendezvous | None:
         """A meeting place for ``groups``; None for a single rank, which never meets anybody."""
         if len(self.ranks) == 1:
             return None
-        return Rendezvous(len(self.ranks), self.ranks.deadline_s, groups)
+        return Rendezvous(len(self.ranks), self.ranks.deadline_s, groups, capturing)
 
     def together(
         self,
@@ -137,22 +139,29 @@ class Team:
         *,
         rendezvous: Rendezvous | None = None,
         abort: bool = True,
+        launches: bool = False,
     ) -> list[Any]:
         """``function(rank)`` on every rank's thread, the coordinator serving ``rendezvous``.
 
-        A failure stops every rank: with ``abort`` all communicators are aborted and all graphs
-        destroyed, without it only when ranks do not come back by themselves.
+        ``launches`` says that ranks launch collectives by themselves: then none begins before all
+        are declared as issuing. A failure stops every rank: with ``abort`` all communicators are
+        aborted and all graphs destroyed, without it only when ranks do not come back by themselves.
         """
         self.check_usable()
         members, statuses = self.members, self.ranks.statuses
         for status in statuses:
             status.clear()
-        jobs = self.ranks.submit(lambda rank: self._guarded(members[rank], function, rendezvous))
+        gate = threading.Barrier(len(members), timeout=self.ranks.deadline_s) if launches else None
+        jobs = self.ranks.submit(
+            lambda rank: self._begin(members[rank], function, rendezvous, gate)
+        )
         if rendezvous is not None and self._communicators is not None:
             serve = partial(rendezvous.serve, self._communicators, members)
             jobs.append(self.ranks.coordinator.submit(serve))
 
         def stop() -> None:
+            for status in statuses:
+                status.stop = True
             if rendezvous is not None:
                 rendezvous.stop()
             if (abort or not self.ranks.settle(jobs, BACK_S)) and self._communicators is not None:
@@ -171,6 +180,20 @@ class Team:
             raise error
         return [job.result for job in jobs[: len(members)]]
 
+    def _begin(
+        self,
+        member: Rank,
+        function: Callable[[Rank], Any],
+        rendezvous: Rendezvous | None,
+        gate: threading.Barrier | None,
+    ) -> Any:
+        """Run on one rank; with a gate, declared as issuing and not before all ranks are."""
+        if gate is None:
+            return self._guarded(member, function, rendezvous)
+        with self.platform.issuing():
+            gate.wait()
+            return self._guarded(member, function, rendezvous)
+
     def _guarded(
         self, member: Rank, function: Callable[[Rank], Any], rendezvous: Rendezvous | None
     ) -> Any:
@@ -178,6 +201,7 @@ class Team:
         try:
             return function(member)
         except BaseException as error:
+            member.status.failed_at = time.monotonic()
             if rendezvous is not None:
                 rendezvous.stop()
             known = isinstance(error, (PeerFailedError, TrlowError))
@@ -188,8 +212,10 @@ class Team:
     def _rank_error(self, member: Rank, error: BaseException) -> RankError:
         located = self.ranks.locate(error, member.index)
         status = member.status
+        said = self._communicators.last_error if self._communicators is not None else ""
+        detail = f"; NCCL's last error: {said}" if said and isinstance(error, CudaError) else ""
         return RankError(
-            f"{type(error).__name__}: {located}",
+            f"{type(error).__name__}: {located}{detail}",
             rank=member.index,
             step=status.step,
             stage=status.stage,

@@ -60,9 +60,7 @@ def test_a_host_function_is_a_stage_of_the_program(runtime, small, mode):
     functions = [body(rank) for rank in range(4)]
 
     def callback(rank, stream):
-        runtime.platform.cudart.cudaLaunchHostFunc(
-            stream, c_void_p.from_buffer(functions[rank]).value, None
-        )
+        runtime.platform.cudart.cudaLaunchHostFunc(stream, functions[rank], None)
 
     external = trlow.External("callback", (), (small.plan.range("feature"),), callback)
     replay = runtime.capture(program_with(small, external), mode)
