@@ -23,8 +23,7 @@ from trlow.region import CNN_TABLE, READINESS_TABLE, BucketSpec, Region, RegionT
 from trlow.replay import Replay
 from trlow.runtime import Runtime
 from trlow.settings import Settings
-
-__version__ = "0.1.0"
+from trlow.version import __version__
 
 __all__ = [
     "BF16",
@@ -50,5 +49,6 @@ __all__ = [
     "Stage",
     "Stream",
     "TrlowError",
+    "__version__",
     "range_op",
 ]

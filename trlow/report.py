@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 
 from trlow.nn.compiler import Compiled
 from trlow.plan import MemoryPlan
 from trlow.replay import DRAINS, Replay
 from trlow.runtime import Runtime
+from trlow.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def run_report(
     """Assemble the report. Launches and waits per step are what the binding floor counted."""
     frozen = compiled.network.frozen_gradients
     return {
-        "trlow": version("trlow"),
+        "trlow": __version__,
         "device": runtime.platform.name,
         "libraries": {
             name: {"path": str(library.path), "version": library.version}

@@ -19,7 +19,7 @@ PACKAGE = Path(trlow.__file__).parent
 # each other.
 FLOORS: list[tuple[str, ...]] = [
     # the pure tower
-    ("errors",),
+    ("errors", "version"),
     ("dtype",),
     ("settings", "dtensor"),
     ("region",),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from trlow.cli.console import Console
 from trlow.cli.parser import build
 from trlow.errors import TrlowError, UsageError
+from trlow.version import __version__
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
-    arguments = build(version("trlow")).parse_args(argv)
+    arguments = build(__version__).parse_args(argv)
     try:
         code: int = arguments.run(arguments, Console(sys.stdout))
         sys.stdout.flush()

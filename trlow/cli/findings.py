@@ -13,7 +13,6 @@ import sysconfig
 from collections.abc import Callable
 from ctypes import byref, c_int, create_string_buffer
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from trlow.cli.selftest import mean_over_ranks
 from trlow.device import Platform
 from trlow.errors import TrlowError
 from trlow.settings import Settings, variables_in_effect
+from trlow.version import __version__
 
 # Where a second copy is likely to lie, beside the wheels' own folder.
 SYSTEM_FOLDERS = (
@@ -83,7 +83,7 @@ class Findings:
 
 def examine(settings: Settings) -> Findings:
     """Look at everything once. The host device runs a small program; no GPU does."""
-    found = Findings(version("trlow"), machine.python_version(), np.__version__)
+    found = Findings(__version__, machine.python_version(), np.__version__)
     found.environment = variables_in_effect()
     _examine_host(found, settings)
     runtime = _examine_library(found, "cudart", lambda: cudart.load(settings.cudart_library))
