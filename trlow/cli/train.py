@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise
     _show(console, report)
     if report_path is not None:
-        write(report_path, json.dumps(report, indent=2) + "\n")
+        text = json.dumps(_strict(report), indent=2, allow_nan=False)
+        write(report_path, text + "\n")
         console.line(f"report: {report_path}")
     return 0
 
@@ -116,6 +118,15 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     )
     same = "equal on all ranks" if len(set(digests)) == 1 else "DIFFERENT BETWEEN RANKS"
     console.line(f"weights {digests[0][:16]}, {same}")
+
+
+def _strict(value: Any) -> Any:
+    """Replace what JSON has no word for, such as the loss of weights that left fp32, by null."""
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _leave_hung(error: BaseException) -> NoReturn:

@@ -145,7 +145,7 @@ def test_idx_files_train_too(trlow, tmp_path):
 
 
 def test_an_error_while_running_is_one_line_and_exit_code_1(trlow):
-    outcome = trlow(*QUICK, "--lr", "1e30")
+    outcome = trlow(*QUICK, "--epochs", 2, "--lr", "1e30")
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert "learning rate" in outcome.err
@@ -193,9 +193,15 @@ def test_the_mlp_learns_the_digits(trlow, tmp_path):
 def test_a_failing_epoch_leaves_no_report_and_keeps_an_old_one(trlow, tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     path.write_text("old")
-    assert trlow(*QUICK, "--lr", "1e30", "--report", path).code == 1
+    assert trlow(*QUICK, "--epochs", 2, "--lr", "1e30", "--report", path).code == 1
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_report(trlow, tmp_path):
+    (epoch,) = train(trlow, tmp_path / "report.json", "--lr", "1e30")["epochs"]
+    assert epoch["val_loss"] is None
+    assert "NaN" not in (tmp_path / "report.json").read_text()
 
 
 def test_steps_that_were_skipped_are_said(trlow, monkeypatch):
