@@ -1,12 +1,17 @@
-"""What all tests share: how many GPUs there are, and hypothesis' settings."""
+"""What all tests share: how many GPUs there are, hypothesis' settings, a small plan."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+import trlow
+from trlow import range_op
+from trlow.dtype import F32, I32
 
 # Property tests share two cores with whatever else runs, so a slow example is no failure; a hang
 # meets pytest's timeout. CI draws the same examples every time; elsewhere every run draws new ones.
@@ -31,3 +36,115 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = marker.args[0] if marker.args else marker.kwargs.get("n", 1)
         if there < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, there are {there}"))
+
+
+TABLE = trlow.RegionTable(
+    "test",
+    (
+        trlow.Region("W_BUCKET_0", F32, "weights", persistent=True, parameter="BUCKET_0"),
+        trlow.Region("G_BUCKET_1", F32, "gradients, late", parameter="BUCKET_1"),
+        trlow.Region("G_BUCKET_0", F32, "gradients, early", parameter="BUCKET_0"),
+        trlow.Region("I_A_DATA", F32, "input"),
+        trlow.Region("I_B_DATA", F32, "input"),
+        trlow.Region("F_FEATURE", F32, "feature"),
+        trlow.Region("S_SCALAR", F32, "scalars"),
+        trlow.Region("S_SCALAR_INT", I32, "flags"),
+    ),
+    (
+        trlow.BucketSpec("DEEP_COMM", "G_BUCKET_0", "G_BUCKET_0"),
+        trlow.BucketSpec("FIRST_COMM", "G_BUCKET_1", "G_BUCKET_1"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Small:
+    """A plan, and the ranges that the tests use."""
+
+    plan: trlow.MemoryPlan
+
+    @property
+    def early(self):
+        return self.plan.range("early")
+
+    @property
+    def late(self):
+        return self.plan.range("late")
+
+    @property
+    def factor(self):
+        return self.plan.range("factor")
+
+    def mean_program(self, name="mean"):
+        """COMP_1 doubles nothing; UPDATE reduces both buckets to their mean over ranks."""
+        return trlow.Program.single(
+            name,
+            (
+                trlow.Stage(
+                    "DEEP_COMM",
+                    trlow.Stream.UPDATE,
+                    (range_op.mean_all_reduce(self.early, factor=self.factor),),
+                ),
+                trlow.Stage(
+                    "FIRST_COMM",
+                    trlow.Stream.UPDATE,
+                    (range_op.mean_all_reduce(self.late, factor=self.factor),),
+                ),
+            ),
+        )
+
+    def feed_program(self):
+        """Each step copies its input to the feature and sums it over ranks into a bucket."""
+
+        def phase(mine, following):
+            source = self.plan.range(f"{mine}.data")
+            return (
+                trlow.Stage(
+                    f"XFER_{following.upper()}",
+                    trlow.Stream.TRANS,
+                    (
+                        range_op.feed_copy(
+                            following.upper(), self.plan.span(f"I_{following.upper()}_DATA")
+                        ),
+                    ),
+                ),
+                trlow.Stage(
+                    "FORWARD",
+                    trlow.Stream.COMP_1,
+                    (range_op.copy(self.plan.range("feature"), source),),
+                ),
+                trlow.Stage(
+                    "COMM",
+                    trlow.Stream.UPDATE,
+                    (range_op.sum_all_reduce(self.plan.range("feature")),),
+                ),
+                trlow.Stage(
+                    "COLLECT",
+                    trlow.Stream.COMP_2,
+                    (
+                        range_op.accumulate_metrics(
+                            self.plan.range("w"),
+                            self.plan.range("feature"),
+                            self.plan.range("one"),
+                            self.plan.range("skip"),
+                        ),
+                    ),
+                ),
+            )
+
+        return trlow.Program.alternating("feed", phase("a", "b"), phase("b", "a"))
+
+
+@pytest.fixture
+def small():
+    builder = trlow.PlanBuilder(TABLE)
+    builder.add("W_BUCKET_0", "w", (6,))
+    builder.add("G_BUCKET_0", "early", (1000,))
+    builder.add("G_BUCKET_1", "late", (24,))
+    builder.add("I_A_DATA", "a.data", (6,))
+    builder.add("I_B_DATA", "b.data", (6,))
+    builder.add("F_FEATURE", "feature", (6,))
+    builder.add("S_SCALAR", "factor", (1,))
+    builder.add("S_SCALAR", "one", (1,))
+    builder.add("S_SCALAR_INT", "skip", (1,))
+    return Small(builder.build())
