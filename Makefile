@@ -16,7 +16,7 @@ comma := ,
 # On a machine with an NVIDIA driver `make run` takes the GPUs, so it needs their libraries.
 RUN_EXTRAS := cli,data$(if $(shell command -v nvidia-smi),$(comma)cu13)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --editable
+INSTALL := $(PIP) install --quiet --no-compile --editable
 
 .NOTPARALLEL: # an install compiles the library, so a rule beside it would compile it twice
 .PHONY: run test test-installed native lint clean

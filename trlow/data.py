@@ -118,7 +118,7 @@ def load_digits() -> tuple[Dataset, Dataset]:
     """
     try:
         # Loaded here because it takes a second, and a run on other data has no need of it.
-        from sklearn.datasets import load_digits as sklearn_digits
+        from sklearn.datasets import load_digits as sklearn_digits  # noqa: PLC0415
     except ImportError as error:
         raise DataError(
             "the digits come with scikit-learn, which is not installed; "
