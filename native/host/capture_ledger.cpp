@@ -37,7 +37,7 @@ int compare_captured(const Call& call, Capture& capture) {
     if (call.signature.op == Op::send || call.signature.op == Op::recv) return 0;
     const auto rank = static_cast<std::size_t>(call.comm->rank);
     const std::size_t at = record_of(ledger, rank, capture);
-    capture.cliques.insert(&clique);
+    capture.cliques.insert(call.comm->clique);
     auto& calls = ledger.ranks[rank][at].calls;
     const std::size_t position = calls.size();
     for (std::size_t other = 0; ledger.comparable && other < ledger.ranks.size(); ++other) {
@@ -58,7 +58,7 @@ int compare_captured(const Call& call, Capture& capture) {
 }
 
 void close_ledgers(Capture& capture, bool failed) {
-    for (Clique* clique : capture.cliques) {
+    for (const auto& clique : capture.cliques) {
         for (auto& records : clique->ledger.ranks) {
             for (auto& record : records) {
                 if (record.capture == &capture) record.capture = nullptr;

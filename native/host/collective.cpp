@@ -8,36 +8,34 @@
 namespace trlow_host {
 
 void arrive(Unit& unit) {
-    State& s = state();
-    const Call& call = *unit.work->call;
-    if (!unit.instance || call.comm->aborted) {
-        s.ended.push_back(&unit);
-        return;
+    unit.left = 0;
+    for (std::size_t i = 0; i < unit.instances.size(); ++i) {
+        const Call& call = *unit.work->calls[i];
+        if (!unit.instances[i] || call.comm->aborted) continue;
+        Instance& instance = *unit.instances[i];
+        instance.sides[side_of(instance, call)].unit = &unit;
+        ++unit.left;
+        if (++instance.arrived < instance.sides.size()) continue;
+        instance.running = true;
+        push_ready({nullptr, unit.instances[i], unit.lane});
     }
-    Instance& instance = *unit.instance;
-    instance.sides[side_of(instance, call)].unit = &unit;
-    if (++instance.arrived < instance.sides.size()) return;
-    instance.running = true;
-    push_ready({nullptr, unit.instance, unit.lane});
+    if (unit.left == 0) state().ended.push_back(&unit);
 }
 
-static void side_ended(Comm& comm) {
+static void side_ended(const Side& side) {
+    Comm& comm = *side.call->comm;
+    if (side.unit != nullptr && --side.unit->left == 0) state().ended.push_back(side.unit);
     if (--comm.pending == 0) wake_all(comm.waiters);
 }
 
 void instance_ended(const std::shared_ptr<Instance>& instance) {
-    State& s = state();
     instance->clique->stalled = false;
-    for (Side& side : instance->sides) {
-        s.ended.push_back(side.unit);
-        side_ended(*side.call->comm);
-    }
+    for (const Side& side : instance->sides) side_ended(side);
     erase(*instance);
 }
 
 // Ends this rank's side of everything that is not being reduced already.
 void abort_pending(Comm& comm) {
-    State& s = state();
     Clique& clique = *comm.clique;
     std::vector<std::shared_ptr<Instance>> instances;
     for (const auto& entry : clique.collectives) instances.push_back(entry.second);
@@ -48,10 +46,9 @@ void abort_pending(Comm& comm) {
         for (Side& side : instance->sides) {
             if (side.call && side.call->comm.get() == &comm && !side.gone) {
                 side.gone = true;
-                if (side.unit != nullptr) s.ended.push_back(side.unit);
+                side_ended(side);
                 if (side.unit != nullptr) --instance->arrived;
                 side.unit = nullptr;
-                side_ended(comm);
             }
             any_left = any_left || (side.call && !side.gone);
         }

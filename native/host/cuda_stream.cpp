@@ -157,7 +157,7 @@ extern "C" cudaError_t cudaStreamBeginCapture(cudaStream_t handle,
 TRLOW_ENTRY(cudaStreamEndCapture);
 extern "C" cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
     const int injected = enter(site_cudaStreamEndCapture);
-    if (injected != 0 && forked) return cuda_result(injected);
+    if (forked || self().in_callback) return cuda_result(injected);
     if (out == nullptr) return cuda_result(kInvalidValue);
     *out = nullptr;
     const Lock lock(state().mutex);

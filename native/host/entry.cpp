@@ -60,6 +60,7 @@ Site::Site(const char* function) : name(function), next(sites) { sites = this; }
 
 int enter(Site& site) {
     if (forked.load(std::memory_order_relaxed)) return kInitializationError;
+    if (self().in_callback) return kNotPermitted;
     used.store(true, std::memory_order_relaxed);
     site.calls.fetch_add(1, std::memory_order_relaxed);
     all_calls.fetch_add(1, std::memory_order_relaxed);

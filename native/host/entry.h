@@ -20,7 +20,8 @@ struct Site {
     Site* next;
 };
 
-// 0; the code that a test asked for; or, in the child of a fork, kInitializationError.
+// 0; the code that a test asked for; kInitializationError in the child of a fork; kNotPermitted in
+// a host function, which runs on a worker and must not wait for one.
 int enter(Site& site);
 
 extern std::atomic<bool> forked;

@@ -2,8 +2,6 @@
 //
 // Invariant: a graph's nodes stand in an order in which every node comes after those it depends
 // on. An Exec runs once at a time: further launches queue in it, as CUDA serialises them.
-#include <stdexcept>
-
 #include "state.h"
 
 namespace trlow_host {
@@ -72,7 +70,8 @@ static int add_exec_node(Exec& exec, std::shared_ptr<const Work> work, unsigned 
 
 // Lays `graph` flat behind the nodes `before`. Returns the nodes that end it.
 static std::vector<int> flatten(Exec& exec, const Graph& graph, const std::vector<int>& before) {
-    static const auto nothing = std::make_shared<const Work>();
+    // never destroyed: at exit, workers may still run graphs
+    static const auto& nothing = *new std::shared_ptr<const Work>(new Work);
     std::vector<int> place(graph.nodes.size());
     std::vector<char> last(graph.nodes.size(), 1);
     for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
@@ -134,7 +133,8 @@ int launch(Stream& stream, const std::shared_ptr<Exec>& exec) {
     started->exec = exec;
     std::vector<std::shared_ptr<const Call>> calls;
     for (const int node : exec->collectives) {
-        calls.push_back(exec->nodes[static_cast<std::size_t>(node)].work->call);
+        const auto& each = exec->nodes[static_cast<std::size_t>(node)].work->calls;
+        calls.insert(calls.end(), each.begin(), each.end());
     }
     if (join_all(calls, started->instances) != 0) return kInvalidValue;
     auto work = std::make_shared<Work>();
@@ -151,9 +151,12 @@ static void run(Unit& unit) {
     exec.current = &unit;
     exec.left = exec.nodes.size();
     for (std::size_t i = 0; i < exec.nodes.size(); ++i) exec.waits[i] = exec.nodes[i].waits;
-    for (std::size_t i = 0; i < exec.collectives.size(); ++i) {
-        exec.units[static_cast<std::size_t>(exec.collectives[i])].instance =
-            launched.instances[i];
+    auto next = launched.instances.begin();
+    for (const int node : exec.collectives) {
+        Unit& collective = exec.units[static_cast<std::size_t>(node)];
+        const auto end = next + static_cast<std::ptrdiff_t>(collective.work->calls.size());
+        collective.instances.assign(next, end);
+        next = end;
     }
     for (const int root : exec.roots) start(exec.units[static_cast<std::size_t>(root)]);
 }
@@ -172,7 +175,7 @@ void begin_run(Unit& unit) {
 void node_ended(Unit& unit) {
     State& s = state();
     Exec& exec = *unit.exec;
-    unit.instance.reset();
+    unit.instances.clear();
     for (const int index : exec.nodes[static_cast<std::size_t>(unit.node)].next) {
         const auto next = static_cast<std::size_t>(index);
         if (--exec.waits[next] == 0) start(exec.units[next]);

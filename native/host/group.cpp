@@ -18,6 +18,7 @@ int refuse(int code, const std::string& report) {
 
 int nccl_injected(int code) {
     if (forked) return static_cast<int>(ncclSystemError);
+    if (self().in_callback) return kNcclInvalidUsage;
     if (group().depth > 0 && group().error == 0) group().error = code;
     return code;
 }
@@ -47,6 +48,37 @@ static int check(const Queued& queued) {
     return static_cast<int>(ncclUnhandledCudaError);
 }
 
+// What is enqueued or recorded as one: a collective, or all transfers of the group in one stream.
+struct Bundle {
+    std::shared_ptr<Stream> stream;
+    std::shared_ptr<Work> work;
+    std::vector<std::shared_ptr<Instance>> instances;
+    bool transfers = false;
+};
+
+static std::vector<Bundle> gather(const std::vector<Queued>& queued,
+                                  const std::vector<std::shared_ptr<Instance>>& instances) {
+    std::vector<Bundle> bundles;
+    std::size_t next = 0;
+    for (const Queued& each : queued) {
+        const Op op = each.call->signature.op;
+        const bool transfers = op == Op::send || op == Op::recv;
+        auto bundle = bundles.begin();
+        while (bundle != bundles.end() &&
+               !(transfers && bundle->transfers && bundle->stream == each.stream)) {
+            ++bundle;
+        }
+        if (bundle == bundles.end()) {
+            bundle = bundles.insert(bundle, {each.stream, std::make_shared<Work>(), {}, transfers});
+            bundle->work->kind = Kind::collective;
+            bundle->work->device = each.stream->device;
+        }
+        bundle->work->calls.push_back(each.call);
+        if (!each.stream->capture) bundle->instances.push_back(instances[next++]);
+    }
+    return bundles;
+}
+
 static int issue_all(const std::vector<Queued>& queued) {
     std::vector<std::shared_ptr<const Call>> now;
     for (const Queued& each : queued) {
@@ -64,18 +96,13 @@ static int issue_all(const std::vector<Queued>& queued) {
     std::vector<std::shared_ptr<Instance>> instances;
     const int code = join_all(now, instances);
     if (code != 0) return code;
-    std::size_t next = 0;
-    for (const Queued& each : queued) {
-        auto work = std::make_shared<Work>();
-        work->kind = Kind::collective;
-        work->device = each.stream->device;
-        work->call = each.call;
-        if (each.stream->capture) {
-            hold(*each.stream->capture->graph, each.call->comm);
-            add_node(*each.stream, std::move(work));
-        } else {
-            enqueue(*each.stream, std::move(work), instances[next++]);
+    for (auto& each : gather(queued, instances)) {
+        if (!each.stream->capture) {
+            enqueue(*each.stream, std::move(each.work), std::move(each.instances));
+            continue;
         }
+        for (const auto& call : each.work->calls) hold(*each.stream->capture->graph, call->comm);
+        add_node(*each.stream, std::move(each.work));
     }
     return 0;
 }
@@ -129,7 +156,7 @@ extern "C" ncclResult_t ncclGroupStart(void) {
 TRLOW_ENTRY(ncclGroupEnd);
 extern "C" ncclResult_t ncclGroupEnd(void) {
     const int injected = enter(site_ncclGroupEnd);
-    if (injected != 0 && forked) return ncclSystemError;
+    if (forked || self().in_callback) return nccl_result(nccl_injected(injected));
     Lock lock(state().mutex);
     return nccl_result(end(lock, injected));
 }

@@ -69,7 +69,7 @@ struct Capture {
     Stream* origin = nullptr;
     std::set<Stream*> streams;  // all that joined, the origin too
     std::shared_ptr<Graph> graph;
-    std::set<Clique*> cliques;  // whose collectives it holds; alive through graph->holds
+    std::set<std::shared_ptr<Clique>> cliques;  // whose collectives it holds
 };
 
 struct ExecNode {
@@ -97,7 +97,7 @@ struct Exec {
 // One cudaGraphLaunch: which meetings its collectives join.
 struct Launch {
     std::shared_ptr<Exec> exec;
-    std::vector<std::shared_ptr<Instance>> instances;  // in the order of exec->collectives
+    std::vector<std::shared_ptr<Instance>> instances;  // in the order of capture
 };
 
 struct Module {

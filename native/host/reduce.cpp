@@ -111,8 +111,15 @@ struct Reducer {
         Wide input[kChunk];
         for (std::size_t rank = 0; rank < ranks; ++rank) {
             const Call& call = *instance.sides[rank].call;
+            const Stored* from = static_cast<const Stored*>(call.send) + first;
+            if constexpr (std::is_same_v<Stored, Wide>) {  // nothing to widen: no copy either
+                if (rank > 0 && !shares && reduction != kPreMulSum) {
+                    combine<Wide>(reduction, total, from, count);
+                    continue;
+                }
+            }
             Wide* to = rank == 0 ? total : input;
-            load(to, static_cast<const Stored*>(call.send) + first, count);
+            load(to, from, count);
             if (reduction == kPreMulSum) scale(to, factor_of(call), count);
             if (shares) {
                 const Wide share = static_cast<Wide>(1) / static_cast<Wide>(ranks);

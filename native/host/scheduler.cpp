@@ -104,13 +104,13 @@ static void settle_and_wake(std::size_t taken) {
 void settle() { settle_and_wake(0); }
 
 void enqueue(Stream& stream, std::shared_ptr<const Work> work,
-             std::shared_ptr<Instance> instance) {
+             std::vector<std::shared_ptr<Instance>> instances) {
     State& s = state();
     start_workers();
     s.last_issue = s.last_progress = Clock::now();
     Unit unit;
     unit.work = std::move(work);
-    unit.instance = std::move(instance);
+    unit.instances = std::move(instances);
     unit.stream = &stream;
     unit.lane = stream.number;
     stream.queue.push_back(std::move(unit));
@@ -158,7 +158,9 @@ static int execute(const Work& work) {
             std::memset(work.target, work.value, work.nbytes);
             return 0;
         case Kind::callback:
+            self().in_callback = true;
             work.callback(work.argument);
+            self().in_callback = false;
             return 0;
         default:
             return 0;

@@ -23,6 +23,7 @@ inline constexpr int kIllegalState = 401;
 inline constexpr int kNotReady = 600;
 inline constexpr int kLaunchTimeout = 702;
 inline constexpr int kLaunchFailure = 719;
+inline constexpr int kNotPermitted = 800;
 inline constexpr int kNotSupported = 801;
 inline constexpr int kCaptureUnsupported = 900;
 inline constexpr int kCaptureInvalidated = 901;
@@ -58,6 +59,7 @@ struct Thread {
     int last_error = 0;
     int capture_mode = 0;
     bool issuer = false;
+    bool in_callback = false;  // runs a host function, which must not call CUDA
 };
 Thread& self();
 
@@ -105,7 +107,7 @@ State& state();
 // scheduler.cpp --------------------------------------------------------------------------------
 // Appends a unit to a stream that is not capturing and starts it if it is the first.
 void enqueue(Stream& stream, std::shared_ptr<const Work> work,
-             std::shared_ptr<Instance> instance = nullptr);
+             std::vector<std::shared_ptr<Instance>> instances = {});
 // Starts a unit: makes it ready, or lets it wait for an event or for its peers.
 void start(Unit& unit);
 void push_ready(Task task);

@@ -39,36 +39,6 @@ static void stall(Waiter& waiter) {
 
 // ---- what is it waiting for --------------------------------------------------------------------
 
-static const Instance* blocker(const Stream* stream, int depth);
-
-static const Instance* blocker(const Unit& unit, int depth) {
-    switch (unit.work->kind) {
-        case Kind::collective:
-            return unit.instance.get();
-        case Kind::wait:
-            return blocker(unit.work->point->stream, depth - 1);
-        case Kind::launch: {
-            const Exec& exec = *unit.work->launch->exec;
-            for (const int node : exec.collectives) {
-                const auto& instance = exec.units[static_cast<std::size_t>(node)].instance;
-                if (!instance) continue;
-                for (const Side& side : instance->sides) {
-                    if (side.unit != nullptr && side.unit->exec == &exec) return instance.get();
-                }
-            }
-            return nullptr;
-        }
-        default:
-            return nullptr;
-    }
-}
-
-// The collective that holds the stream back, directly or through events.
-static const Instance* blocker(const Stream* stream, int depth) {
-    if (stream == nullptr || depth == 0 || stream->queue.empty()) return nullptr;
-    return blocker(stream->queue.front(), depth);
-}
-
 static bool lost_a_rank(const Instance& instance) {
     for (std::size_t i = 0; i < instance.sides.size(); ++i) {
         if (instance.sides[i].gone) return true;
@@ -79,6 +49,32 @@ static bool lost_a_rank(const Instance& instance) {
         if (instance.clique->comms[static_cast<std::size_t>(rank)] == nullptr) return true;
     }
     return false;
+}
+
+// A collective that the unit has arrived at and that can never end.
+static const Instance* lost(const Unit& unit) {
+    for (const auto& instance : unit.instances) {
+        if (!instance || instance->running || !lost_a_rank(*instance)) continue;
+        for (const Side& side : instance->sides) {
+            if (side.unit == &unit) return instance.get();
+        }
+    }
+    return nullptr;
+}
+
+// The lost collective that holds the stream back, directly or through events.
+static const Instance* lost_on(const Stream* stream, int depth) {
+    if (stream == nullptr || depth == 0 || stream->queue.empty()) return nullptr;
+    const Unit& unit = stream->queue.front();
+    if (unit.work->kind == Kind::collective) return lost(unit);
+    if (unit.work->kind == Kind::wait) return lost_on(unit.work->point->stream, depth - 1);
+    if (unit.work->kind != Kind::launch) return nullptr;
+    const Exec& exec = *unit.work->launch->exec;
+    for (const int node : exec.collectives) {
+        const Instance* found = lost(exec.units[static_cast<std::size_t>(node)]);
+        if (found != nullptr) return found;
+    }
+    return nullptr;
 }
 
 static std::string describe_pending() {
@@ -124,8 +120,8 @@ void check_stall() {
     }
     const std::vector<Waiter*> waiting = s.waiting;
     for (Waiter* waiter : waiting) {
-        const Instance* instance = blocker(waiter->on, 64);
-        if (instance == nullptr || !lost_a_rank(*instance)) continue;
+        const Instance* instance = lost_on(waiter->on, 64);
+        if (instance == nullptr) continue;
         instance->clique->stalled = true;
         set_report("missing rank: its communicator is gone: " + describe(*instance));
         stall(*waiter);

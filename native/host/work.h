@@ -67,8 +67,8 @@ struct Work {
     void* argument = nullptr;
     // wait, record
     std::shared_ptr<Point> point;
-    // collective
-    std::shared_ptr<const Call> call;
+    // collective: one, or all sends and receives of one group in one stream, which run together
+    std::vector<std::shared_ptr<const Call>> calls;
     // child (in a graph), launch (in a stream)
     std::shared_ptr<Graph> child;
     std::shared_ptr<Launch> launch;
@@ -77,11 +77,12 @@ struct Work {
 // Lives in its stream's queue, or in its executable graph (one run at a time).
 struct Unit {
     std::shared_ptr<const Work> work;
-    std::shared_ptr<Instance> instance;  // of a collective; null: it ends without effect
-    Stream* stream = nullptr;            // where it was enqueued, or
-    Exec* exec = nullptr;                // the graph that runs,
-    int node = -1;                       // and which node it is
-    unsigned lane = 0;                   // stream number; the seeded order may favour lanes
+    std::vector<std::shared_ptr<Instance>> instances;  // of work->calls; null: without effect
+    std::size_t left = 0;      // instances it has arrived at that have not ended
+    Stream* stream = nullptr;  // where it was enqueued, or
+    Exec* exec = nullptr;      // the graph that runs,
+    int node = -1;             // and which node it is
+    unsigned lane = 0;         // stream number; the seeded order may favour lanes
 };
 
 struct Task {
