@@ -179,6 +179,12 @@ class Machine:
             self.nccl.ncclCommDestroy,
         ]
         undo, self._undo = self._undo, []
+        for function, handle in undo:  # a test that failed may have left captures open
+            status = c_int()
+            if function is self.cudart.cudaStreamDestroy:
+                self.code(self.cudart.cudaStreamIsCapturing, handle, byref(status))
+            if status.value:
+                self.code(self.cudart.cudaStreamEndCapture, handle, byref(c_void_p()))
         for first in order:
             for function, handle in undo:
                 if function is first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import byref, c_int, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p
 
 import numpy as np
 import pytest
@@ -273,19 +273,54 @@ def test_child_graphs_run_inside_their_parent_and_outlive_their_original(machine
     assert view[0] == 4
 
 
-def test_a_launch_into_a_capturing_stream_becomes_a_child_node(machine):
+def test_a_launch_into_a_capturing_stream_is_refused_and_spoils_the_capture(machine):
     stream = machine.stream()
-    address, view = machine.array([1.0], np.float32)
+    address, _ = machine.array([1.0], np.float32)
     exec_ = machine.instantiate(increment(machine, stream, address))
     machine.cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
-    machine.replay(exec_, stream)
-    machine.replay(exec_, stream)
+    assert machine.code(machine.cudart.cudaGraphLaunch, exec_, stream) == 900
+    graph = c_void_p()
+    assert machine.code(machine.cudart.cudaStreamEndCapture, stream, byref(graph)) == 901
+
+
+def add_child(machine, stream, child):
+    """Put `child` behind what `stream` has captured so far, as the driver's guide says."""
+    status, identity, count = c_int(), c_uint64(), c_size_t()
+    parent, node, last = c_void_p(), c_void_p(), POINTER(c_void_p)()
+    machine.driver.cuStreamGetCaptureInfo_v3(
+        stream, byref(status), byref(identity), byref(parent), byref(last), None, byref(count)
+    )
+    assert status.value == 1
+    machine.cudart.cudaGraphAddChildGraphNode(byref(node), parent, last, count.value, child)
+    machine.driver.cuStreamUpdateCaptureDependencies_v2(stream, byref(node), None, 1, 1)
+
+
+def test_a_child_graph_takes_its_place_in_a_capture(machine):
+    stream = machine.stream()
+    address, view = machine.array([1.0], np.float32)
+    child = increment(machine, stream, address)
+    machine.cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
+    add_child(machine, stream, child)
+    machine.scale(stream, address, machine.array([3.0], np.float32)[0], 1)
+    add_child(machine, stream, child)
     graph = machine.end_capture(stream)
-    assert machine.nodes(graph) == [GRAPH, GRAPH]
+    assert machine.nodes(graph) == [GRAPH, 0, GRAPH]
     assert view[0] == 1
     machine.replay(machine.instantiate(graph), stream)
     machine.sync(stream)
-    assert view[0] == 4
+    assert view[0] == 12
+
+
+def test_a_graph_that_was_asked_for_is_gone_when_its_capture_fails(machine):
+    stream = machine.stream()
+    address, _ = machine.array([1.0], np.float32)
+    child = increment(machine, stream, address)
+    before = machine.host.trlowHostLive(b"graphs")
+    machine.cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
+    add_child(machine, stream, child)
+    machine.code(machine.cudart.cudaStreamSynchronize, stream)
+    assert machine.code(machine.cudart.cudaStreamEndCapture, stream, byref(c_void_p())) == 901
+    assert machine.host.trlowHostLive(b"graphs") == before
 
 
 def test_an_executable_graph_outlives_its_graph_and_runs_once_at_a_time(machine):
