@@ -7,6 +7,7 @@ which is also how the kernels see 16-bit floats.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class DType:
     """One element type. The constants below are the only ones; look them up in `DTYPES` by name."""
 
@@ -42,6 +43,14 @@ class DType:
     def numpy(self) -> np.dtype[np.generic]:
         """The numpy type with the same bytes: bfloat16 as uint16, float8 as uint8."""
         return np.dtype(_CARRIERS.get(self.name, self.name))
+
+    def __repr__(self) -> str:
+        """Return the name alone: it stands in the text of every range and tensor."""
+        return f"DType({self.name!r})"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Print one line where IPython and hypothesis would print a page of fields."""
+        printer.text(repr(self))
 
     def __str__(self) -> str:
         """Return the name."""

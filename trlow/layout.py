@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trlow.dtensor import DTensor, row_major_strides
 from trlow.dtype import U8, DType
@@ -63,6 +63,10 @@ class Range:
     def contains(self, other: Range) -> bool:
         """Tell whether every byte of `other` is in this range; true if `other` is empty."""
         return not other.nbytes or (self.offset <= other.offset and other.end <= self.end)
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Print one line where IPython and hypothesis would print a page of fields."""
+        printer.text(f"Range({self})")
 
     def __str__(self) -> str:
         """Name, size and place, as error messages show them."""

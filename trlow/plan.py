@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from trlow.dtensor import DTensor, row_major_strides
 from trlow.errors import PlanError
@@ -106,12 +107,22 @@ def _shape(name: str, variant: str, shape: Sequence[int]) -> tuple[int, ...]:
     return dims
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MemoryPlan(Layout):
     """The arena's layout with names to look it up by. One plan serves every rank.
 
     Two plans are equal if their fingerprints are.
     """
+
+    def __repr__(self) -> str:
+        shown = [f"{t.name} {t.dtype}{list(t.shape)} at {t.offset}" for t in self.tensors[:8]]
+        more = ["..."] if len(self.tensors) > len(shown) else []
+        kind, table = type(self).__name__, self.table.name
+        return f"{kind}({table!r}, {self.arena_nbytes} bytes: {', '.join(shown + more)})"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Print one line where IPython and hypothesis would print a page of fields."""
+        printer.text(repr(self))
 
     def __eq__(self, other: object) -> bool:
         """Compare fingerprints."""

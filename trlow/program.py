@@ -62,7 +62,7 @@ class External:
             raise PlanError(f"external {self.kind}: body {self.body!r} must be {need}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stage:
     """Ops in order on one stream, then the external work if there is any."""
 
@@ -76,6 +76,11 @@ class Stage:
         """Accept any iterable of ops and resources."""
         object.__setattr__(self, "ops", tuple(self.ops))
         object.__setattr__(self, "resources", frozenset(self.resources))
+
+    def __repr__(self) -> str:
+        reads, writes = (", ".join(map(str, ranges)) for ranges in (self.reads, self.writes))
+        tail = f", {sorted(self.all_resources)}" if self.all_resources else ""
+        return f"Stage({self.name!r}, {self.stream.name}, reads [{reads}], writes [{writes}]{tail})"
 
     @cached_property
     def reads(self) -> tuple[Range, ...]:

@@ -69,23 +69,31 @@ def variants() -> st.SearchStrategy[dict[str, tuple[int, ...]]]:
 
 
 @st.composite
-def regions(draw: st.DrawFn, name: str | None = None) -> Region:
+def regions(draw: st.DrawFn) -> Region:
     """One region; gradients and weights are the likeliest kinds."""
-    kind = draw(st.sampled_from(["G", "W", "G", "M", "R", "T"]))
-    return Region(
-        draw(st.text("ABCDEFXYZ_", min_size=1, max_size=8)) if name is None else f"{kind}_{name}",
-        draw(st.sampled_from([F32, F32, F16, I32, U8])),
-        "drawn",
-        draw(st.booleans()),
-        kind,
-        draw(st.sampled_from([None, f"P{name}"])),
+    kind, dtype, persistent, linked = draw(_looks())
+    name = draw(st.text("ABCDEFXYZ_", min_size=1, max_size=8))
+    return Region(name, dtype, "drawn", persistent, kind, name if linked else None)
+
+
+def _looks() -> st.SearchStrategy[tuple[str, DType, bool, bool]]:
+    """Kind, dtype, whether persistent, whether in a family of parameters."""
+    return st.tuples(
+        st.sampled_from(["G", "G", "W", "M", "R"]),
+        st.sampled_from([F32, F32, F32, F16, I32, U8]),
+        st.booleans(),
+        st.booleans(),
     )
 
 
 @st.composite
 def tables(draw: st.DrawFn, most: int = 8) -> RegionTable:
     """A table of 1 to `most` regions. Each run of gradients of one dtype is a bucket, or two."""
-    drawn = [draw(regions(str(k))) for k in range(draw(st.integers(1, most)))]
+    looks = draw(st.lists(_looks(), min_size=1, max_size=most))
+    drawn = [
+        Region(f"{kind}_{k}", dtype, "drawn", persistent, kind, f"P{k}" if linked else None)
+        for k, (kind, dtype, persistent, linked) in enumerate(looks)
+    ]
     specs: list[BucketSpec] = []
     run: list[Region] = []
     for region in [*drawn, None]:
@@ -111,9 +119,9 @@ def plans(draw: st.DrawFn, table: RegionTable | None = None, most: int = 12) -> 
         chosen, alignment=alignment, arena_alignment=draw(st.sampled_from([4096, 512]))
     )
     names = [region.name for region in chosen]
-    for k in range(draw(st.integers(0, most))):
-        region = draw(st.sampled_from(names))
-        builder.add(region, f"t{k}", draw(shapes()), variants=draw(variants()))
+    tensors = st.tuples(st.sampled_from(names), shapes(), variants())
+    for k, (region, shape, others) in enumerate(draw(st.lists(tensors, max_size=most))):
+        builder.add(region, f"t{k}", shape, variants=others)
     return builder.build()
 
 
@@ -136,37 +144,54 @@ def plan_ranges(draw: st.DrawFn, plan: MemoryPlan) -> Range:
     return plan.range(name, draw(st.sampled_from(behind)))
 
 
-@st.composite
-def byte_ranges(draw: st.DrawFn, arena_nbytes: int = 64, dtype: DType = U8) -> Range:
-    """A range of 0 bytes or more in a small arena."""
-    elements = arena_nbytes // dtype.itemsize
-    first = draw(st.integers(0, elements))
-    last = draw(st.integers(first, min(elements, first + 8)))
+def byte_ranges(arena_nbytes: int = 64, dtype: DType = U8) -> st.SearchStrategy[Range]:
+    """A range of 0 to 8 elements in a small arena."""
     size = dtype.itemsize
-    return Range(first * size, (last - first) * size, dtype, f"b{first}", f"b{last}")
+    elements = arena_nbytes // size
+
+    def build(first: int, count: int) -> Range:
+        last = min(elements, first + count)
+        return Range(first * size, (last - first) * size, dtype, f"b{first}", f"b{last}")
+
+    return st.builds(build, st.integers(0, elements), st.integers(0, 8))
 
 
 @st.composite
 def programs(draw: st.DrawFn, phases: int = 1, most: int = 7) -> Program:
     """A program of stages that read, write and share resources at random."""
-    drawn = []
-    for _ in range(phases):
-        count = draw(st.integers(0, most))
-        drawn.append(tuple(draw(_stages(f"S{k}")) for k in range(count)))
-    return Program("drawn", tuple(drawn))
+    drawn = [draw(st.lists(_stage_parts(), max_size=most)) for _ in range(phases)]
+    return Program(
+        "drawn", tuple(tuple(_stage(f"S{k}", *p) for k, p in enumerate(parts)) for parts in drawn)
+    )
 
 
-@st.composite
-def _stages(draw: st.DrawFn, name: str) -> Stage:
-    stream = draw(st.sampled_from(list(Stream)))
+_Parts = tuple[Stream, str, tuple[Range, ...], tuple[Range, ...], Range, frozenset[str]]
+
+
+def _stage_parts() -> st.SearchStrategy[_Parts]:
     few = st.lists(byte_ranges(), max_size=2).map(tuple)
-    reads, writes = draw(few), draw(few)
-    resources = draw(st.frozensets(st.sampled_from(["x", "y"]), max_size=1))
-    form = draw(st.sampled_from(["kernel", "kernel", "collective", "feed", "external"]))
+    return st.tuples(
+        st.sampled_from(list(Stream)),
+        st.sampled_from(["kernel", "kernel", "collective", "feed", "external"]),
+        few,
+        few,
+        byte_ranges(),
+        st.sampled_from([frozenset(), frozenset(), frozenset({"x"}), frozenset({"y"})]),
+    )
+
+
+def _stage(
+    name: str,
+    stream: Stream,
+    form: str,
+    reads: tuple[Range, ...],
+    writes: tuple[Range, ...],
+    target: Range,
+    resources: frozenset[str],
+) -> Stage:
     if form == "external":
         external = External("callback", reads, writes, lambda _rank, _stream: None)
         return Stage(name, stream, external=external, resources=resources)
-    target = draw(byte_ranges())
     if form == "collective":
         op = RangeOp(
             "drawn", (*reads, target), (*writes, target), (Collective("all_reduce", target),)
@@ -187,8 +212,7 @@ def training_steps(draw: st.DrawFn) -> tuple[MemoryPlan, frozenset[str], Program
     """
     builder = PlanBuilder(CNN_TABLE)
     for family in ("BN_BIAS", "BN_WEIGHT", "FC_BIAS", "FC_WEIGHT", "FIRST_CONV", "DEEP_CONV"):
-        for k in range(draw(st.integers(0, 2))):
-            shape = draw(shapes())
+        for k, shape in enumerate(draw(st.lists(shapes(), max_size=2))):
             builder.add(f"W_{family}", f"w.{family}.{k}", shape)
             builder.add(f"G_{family}", f"g.{family}.{k}", shape)
     for region, name in (("R_RESULT", "result"), ("S_SCALAR", "factor")):

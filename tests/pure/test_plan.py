@@ -95,9 +95,9 @@ def test_span_is_bytes_over_mixed_dtypes():
 
 def test_mixed_dtypes_are_refused_with_both_names():
     plan = small_plan()
-    with pytest.raises(PlanError, match="from 'G_A' to 'H' mixes dtypes: float32.*float16"):
+    with pytest.raises(PlanError, match=r"from 'G_A' to 'H' mixes dtypes: float32.*float16"):
         plan.range("G_A", "H")
-    with pytest.raises(PlanError, match="'g.1' to 'h.1' mixes dtypes"):
+    with pytest.raises(PlanError, match=r"'g.1' to 'h.1' mixes dtypes"):
         plan.range("g.1", "h.1")
     with pytest.raises(PlanError, match="'W_B' to 'I' mixes dtypes"):
         plan.range("W_B", "I")
@@ -113,7 +113,7 @@ def test_a_mixed_region_inside_is_refused_and_an_empty_one_is_nothing():
             builder.add("M", "m", (1,))
         plan = builder.build()
         if filled:
-            with pytest.raises(PlanError, match="from 'A' to 'Z' mixes dtypes.*'M'"):
+            with pytest.raises(PlanError, match=r"from 'A' to 'Z' mixes dtypes.*'M'"):
                 plan.range("A", "Z")
         else:
             assert plan.range("A", "Z").nbytes == 260
@@ -144,7 +144,7 @@ def test_unknown_names_are_refused():
     for ask in asks:
         with pytest.raises(PlanError, match="'nothing'"):
             ask()
-    with pytest.raises(PlanError, match="no region 'w.1'"):
+    with pytest.raises(PlanError, match=r"no region 'w.1'"):
         plan.region_range("w.1")
     assert "w.1" in plan
     assert "W_A" not in plan
@@ -158,7 +158,7 @@ def test_variants_share_slot_and_offset():
     assert (short.shape, short.strides, short.nbytes) == ((2, 4), (4, 1), 32)
     assert (short.offset, short.slot_nbytes) == (1024, 280)
     assert plan.tensor("w.1", "short") is plan["w.1"]
-    with pytest.raises(PlanError, match="'g.3'.*no tensor has a variant 'huge'.*large, short"):
+    with pytest.raises(PlanError, match=r"'g.3'.*no tensor has a variant 'huge'.*large, short"):
         plan.tensor("g.3", "huge")
 
 
@@ -269,7 +269,7 @@ def test_a_bucket_that_begins_within_a_region_is_named_by_tensor():
 
 
 def test_only_gradients_can_be_frozen():
-    with pytest.raises(PlanError, match="'w.1' cannot be frozen: region 'W_A'"):
+    with pytest.raises(PlanError, match=r"'w.1' cannot be frozen: region 'W_A'"):
         small_plan().buckets({"w.1"})
     with pytest.raises(PlanError, match="'result' cannot be frozen"):
         cnn_plan().buckets({"result"})
@@ -346,7 +346,7 @@ def test_ranges_are_half_open_sets_of_bytes(a, b):
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 6), (2, 4), (-4, 4), (4, -4), (1, 0)])
 def test_a_range_of_no_whole_elements_is_refused_with_both_names(offset, nbytes):
-    with pytest.raises(PlanError, match="from 'a' to 'b'.*multiples of 4"):
+    with pytest.raises(PlanError, match=r"from 'a' to 'b'.*multiples of 4"):
         Range(offset, nbytes, F32, "a", "b")
 
 

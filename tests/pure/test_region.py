@@ -100,7 +100,7 @@ def test_a_family_links_weight_gradient_and_moments():
         "N": "N_FC_WEIGHT",
     }
     assert set(CNN_TABLE.family("BN_BIAS")) == {"W", "E", "G", "M", "V"}
-    with pytest.raises(PlanError, match="no parameter 'FC'.*BN_BIAS"):
+    with pytest.raises(PlanError, match=r"no parameter 'FC'.*BN_BIAS"):
         CNN_TABLE.family("FC")
 
 

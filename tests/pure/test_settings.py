@@ -1,4 +1,4 @@
-"""Settings: what is asked is checked before anything is allocated, with a remedy in each message."""
+"""Settings: what is asked is checked before anything is allocated; each message has a remedy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_powers_of_two_are_accepted(count):
 
 @pytest.mark.parametrize("gpus", ["0,2,3", "0-2", "0-5"])
 def test_other_world_sizes_have_to_be_asked_for(gpus):
-    with pytest.raises(SettingsError, match="power of two.*any_world_size"):
+    with pytest.raises(SettingsError, match=r"power of two.*any_world_size"):
         Settings(gpus=gpus).devices(8)
     assert Settings(gpus=gpus, any_world_size=True).devices(8) == parse_gpus(gpus)
 
