@@ -13,7 +13,7 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trlow.enqueue import enqueue_phase, enqueue_stage, groups_of, stage_failure
+from trlow.enqueue import NOT_CAPTURING, enqueue_phase, enqueue_stage, groups_of, stage_failure
 from trlow.errors import CaptureError, ForeignError
 from trlow.program import Stream
 from trlow.range_op import FeedCopy, Launch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from trlow.program import Program, Stage
 
 THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads' calls are their own business
-NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone
 CHILD_GRAPH = 4  # cudaGraphNodeTypeGraph
 # cudaGraphNodeType -> name, as driver_types.h numbers them
 NODE_TYPES = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty"} | {

@@ -9,6 +9,7 @@ enqueued before it.
 from __future__ import annotations
 
 import threading
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from trlow.ranks import Status
 
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
+NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone
+SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
 @dataclass(slots=True)
@@ -186,10 +189,38 @@ def _enqueue_external(rank: Rank, stage: Stage, stream: int) -> None:
         return
     if external.kind == "callback":
         external.body(rank.index, stream)  # type: ignore[operator]
-    else:
-        # Launched into a capturing stream, an executable graph becomes a child graph node.
-        graph = external.body[rank.index]  # type: ignore[index]
+        return
+    graph: int = external.body[rank.index]  # type: ignore[index]
+    status = c_int()
+    rank.platform.cudart.cudaStreamIsCapturing(stream, byref(status))
+    if status.value == NOT_CAPTURING:
         rank.platform.cudart.cudaGraphLaunch(rank.children[graph], stream)
+    else:
+        _capture_child(rank, graph, stream)
+
+
+def _capture_child(rank: Rank, graph: int, stream: int) -> None:
+    """Put ``graph`` into the capture of ``stream`` as a child graph node.
+
+    CUDA refuses to capture a launch (900), so the node is added by hand behind the stream's last
+    nodes and becomes the only one that the next depends on. Nodes behind edges with ports cannot
+    be asked for without their edge data; the driver then says CUDA_ERROR_LOSSY_QUERY.
+    """
+    status, identity, count = c_int(), c_uint64(), c_size_t()
+    parent, node, last = c_void_p(), c_void_p(), POINTER(c_void_p)()
+    rank.platform.driver.cuStreamGetCaptureInfo_v3(
+        stream,
+        byref(status),
+        byref(identity),
+        byref(parent),
+        byref(last),
+        None,
+        byref(count),
+    )
+    rank.platform.cudart.cudaGraphAddChildGraphNode(byref(node), parent, last, count.value, graph)
+    rank.platform.driver.cuStreamUpdateCaptureDependencies_v2(
+        stream, byref(node), None, 1, SET_DEPENDENCIES
+    )
 
 
 def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvous | None) -> None:

@@ -15,6 +15,7 @@ void invalidate(Capture& capture) { capture.valid = false; }
 void end_capture(Capture& capture) {
     State& s = state();
     capture.open = false;
+    if (capture.graph) unregister_graph(*capture.graph);  // known already if it was asked for
     for (Stream* stream : capture.streams) {
         stream->capture.reset();
         stream->tail.clear();

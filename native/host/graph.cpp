@@ -101,9 +101,8 @@ static std::vector<int> flatten(Exec& exec, const Graph& graph, const std::vecto
 
 std::shared_ptr<Exec> instantiate(const Graph& graph) {
     auto exec = std::make_shared<Exec>();
-    exec->source = clone(graph);
     exec->holds = graph.holds;
-    flatten(*exec, *exec->source, {});
+    flatten(*exec, graph, {});
     exec->units.resize(exec->nodes.size());
     exec->waits.resize(exec->nodes.size());
     for (std::size_t i = 0; i < exec->nodes.size(); ++i) {
@@ -116,17 +115,15 @@ std::shared_ptr<Exec> instantiate(const Graph& graph) {
     return exec;
 }
 
-static int launch_captured(Stream& stream, const Exec& exec) {
-    const int code = add_node(stream, child_work(*exec.source));
-    if (code != 0) return code;
-    auto& holds = stream.capture->graph->holds;
-    holds.insert(holds.end(), exec.holds.begin(), exec.holds.end());
-    return 0;
+// CUDA does not capture a launch: a child graph node has to be added by hand.
+static int refuse_captured(Stream& stream) {
+    invalidate(*stream.capture);
+    return kCaptureUnsupported;
 }
 
 // Joins the graph's collectives to their instances, in capture order, and enqueues one unit.
 int launch(Stream& stream, const std::shared_ptr<Exec>& exec) {
-    if (stream.capture) return launch_captured(stream, *exec);
+    if (stream.capture) return refuse_captured(stream);
     const int error = state().devices[static_cast<std::size_t>(stream.device)].error;
     if (error != 0) return error;
     auto started = std::make_shared<Launch>();

@@ -84,7 +84,6 @@ struct Exec {
     std::vector<ExecNode> nodes;
     std::vector<int> roots;
     std::vector<int> collectives;  // nodes, in the order of capture
-    std::shared_ptr<Graph> source;
     std::vector<std::shared_ptr<Hold>> holds;
     // the run
     std::vector<Unit> units;

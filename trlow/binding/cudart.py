@@ -4,7 +4,8 @@ PROTOTYPES is the declaration: `clib` binds from it, the host device is compiled
 test compiles it behind NVIDIA's header. TYPES is what those lines need where that header is not.
 `#if CUDART_VERSION >= N` says which version brought a function. Functions whose arguments differ
 between CUDA 12 and 13 are not here (cudaGraphAddNode, cudaGraphGetEdges, cudaGetDeviceProperties,
-cudaStreamGetCaptureInfo and their like): one prototype would be wrong for one of the two.
+cudaStreamGetCaptureInfo and their like): one prototype would be wrong for one of the two. Where one
+is needed, driver.py has it under the driver's own name, which carries its version.
 """
 
 from __future__ import annotations

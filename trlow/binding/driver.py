@@ -17,6 +17,7 @@ from trlow.errors import CudaError
 
 TYPES = """
 #include <stddef.h>
+#include <stdint.h>
 #ifndef CUDA_VERSION
 #define CUDA_VERSION 13000
 #endif
@@ -26,6 +27,12 @@ typedef struct CUctx_st* CUcontext;
 typedef struct CUmod_st* CUmodule;
 typedef struct CUfunc_st* CUfunction;
 typedef struct CUstream_st* CUstream;
+typedef struct CUgraph_st* CUgraph;
+typedef struct CUgraphNode_st* CUgraphNode;
+typedef struct CUgraphEdgeData_st {
+    unsigned char from_port, to_port, type, reserved[5];
+} CUgraphEdgeData;
+typedef uint64_t cuuint64_t;
 typedef enum cudaError_enum {
     CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3, CUDA_ERROR_DEINITIALIZED = 4, CUDA_ERROR_STUB_LIBRARY = 34,
@@ -57,6 +64,13 @@ typedef enum CUdevice_attribute_enum {
     CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
 } CUdevice_attribute;
+typedef enum CUstreamCaptureStatus_enum {
+    CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+    CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
+} CUstreamCaptureStatus;
+typedef enum CUstreamUpdateCaptureDependencies_flags_enum {
+    CU_STREAM_ADD_CAPTURE_DEPENDENCIES = 0, CU_STREAM_SET_CAPTURE_DEPENDENCIES = 1
+} CUstreamUpdateCaptureDependencies_flags;
 typedef enum CUmoduleLoadingMode_enum {
     CU_MODULE_EAGER_LOADING = 1, CU_MODULE_LAZY_LOADING = 2
 } CUmoduleLoadingMode;
@@ -93,12 +107,35 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* numBlocks, CUfunction 
 CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY,
     unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
     unsigned int sharedMemBytes, CUstream hStream, void** kernelParams, void** extra);
+#if CUDA_VERSION >= 12030
+CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus* captureStatus_out,
+    cuuint64_t* id_out, CUgraph* graph_out, const CUgraphNode** dependencies_out,
+    const CUgraphEdgeData** edgeData_out, size_t* numDependencies_out);
+CUresult cuStreamUpdateCaptureDependencies_v2(CUstream hStream, CUgraphNode* dependencies,
+    const CUgraphEdgeData* dependencyData, size_t numDependencies, unsigned int flags);
+#endif
 """
+
+
+class GraphEdgeData(ctypes.Structure):
+    """CUgraphEdgeData: which port of a node an edge leaves and enters; all 0 is the plain edge."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
 
 CUresult = read_enum(TYPES, "CUresult")
 CUfunction_attribute = read_enum(TYPES, "CUfunction_attribute")
 CUdevice_attribute = read_enum(TYPES, "CUdevice_attribute")
 CUmoduleLoadingMode = read_enum(TYPES, "CUmoduleLoadingMode")
+CUstreamCaptureStatus = read_enum(TYPES, "CUstreamCaptureStatus")
+CUstreamUpdateCaptureDependencies_flags = read_enum(
+    TYPES, "CUstreamUpdateCaptureDependencies_flags"
+)
 
 
 def load(path: str | None = None) -> Library:
@@ -123,7 +160,7 @@ _UNKNOWN_CODE = frozenset({CUresult.CUDA_ERROR_INVALID_VALUE})
 INTERFACE = Interface(
     title="CUDA driver",
     short="cuda",
-    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {})),
+    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {"CUgraphEdgeData": GraphEdgeData})),
     status="CUresult",
     failure=_failure,
     version_function="cuDriverGetVersion",

@@ -299,9 +299,10 @@ def test_a_child_graph_takes_its_place_in_a_capture(machine):
     stream = machine.stream()
     address, view = machine.array([1.0], np.float32)
     child = increment(machine, stream, address)
+    three, _ = machine.array([3.0], np.float32)
     machine.cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
     add_child(machine, stream, child)
-    machine.scale(stream, address, machine.array([3.0], np.float32)[0], 1)
+    machine.scale(stream, address, three, 1)
     add_child(machine, stream, child)
     graph = machine.end_capture(stream)
     assert machine.nodes(graph) == [GRAPH, 0, GRAPH]
