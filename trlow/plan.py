@@ -97,13 +97,14 @@ class PlanBuilder:
 
 
 def _shape(name: str, variant: str, shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        dims = tuple(shape)
-    except TypeError:  # no sequence at all
-        dims = (0,)
-    if not all(type(dim) is int and dim > 0 for dim in dims):
-        which = f"{name!r}, variant {variant!r}" if variant else repr(name)
-        raise PlanError(f"{which}: shape {shape!r} must be a sequence of ints, each at least 1")
+    sized = isinstance(shape, (tuple, list)) or (
+        isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
+    )
+    dims = tuple(shape) if sized else (0,)
+    for dim in dims:
+        if type(dim) is not int or dim < 1:
+            which = f"{name!r}, variant {variant!r}" if variant else repr(name)
+            raise PlanError(f"{which}: shape {shape!r} must be a sequence of ints, each at least 1")
     return dims
 
 
