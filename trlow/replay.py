@@ -227,13 +227,20 @@ class Replay:
         return self._together is None
 
     def run(
-        self, steps: int, fill: Fill | None = None, *, first_step: int = 0, audit: bool = False
+        self,
+        steps: int,
+        fill: Fill | None = None,
+        *,
+        first_step: int = 0,
+        audit: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         """Replay ``steps`` steps on all ranks and return when every rank has finished them.
 
         ``fill(rank, step, slot)`` writes the inputs of a step; steps count from ``first_step`` and
         the first always takes phase 0. ``audit`` counts every C call of the loop and fails on one
-        that does not belong there. Raises ``RankError``; after it the replay is closed.
+        that does not belong there. ``progress(step)`` is called on the calling thread at most twice
+        a second. Raises ``RankError``; after it the replay is closed.
         """
         if steps < 0:
             message = f"steps must not be negative, got {steps}"
@@ -253,10 +260,10 @@ class Replay:
             return threading.get_ident()
 
         if not audit:
-            self._together(loop, launches=True)
+            self._together(loop, launches=True, progress=progress)
             return
         with counting() as counted:
-            threads = self._together(loop, launches=True)
+            threads = self._together(loop, launches=True, progress=progress)
         self.calls.add(steps, counted, set(threads))
 
     def detach(self) -> None:

@@ -35,11 +35,16 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` of `epochs` epochs are trained and validated; the last of them was `epoch`."""
+    """How far a fit is: `done` of `epochs` epochs are trained and validated.
+
+    Within an epoch `step` of `steps` are launched and `epoch` is None; at its end `epoch` is there.
+    """
 
     done: int
     epochs: int
-    epoch: Epoch
+    step: int
+    steps: int
+    epoch: Epoch | None = None
 
 
 def run_report(

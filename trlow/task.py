@@ -168,10 +168,11 @@ class Task:
             self.training.warmup_epochs * self.steps_per_epoch,
         )
         for index in range(epochs):
-            epoch = self._epoch(schedule, index)
+            epoch = self._epoch(schedule, index, self._ticker(progress, index, epochs))
             self.history.append(epoch)
             if progress is not None:
-                progress(Progress(index + 1, epochs, epoch))
+                steps = self.steps_per_epoch
+                progress(Progress(index + 1, epochs, steps, steps, epoch))
         return self.history[-epochs:]
 
     def validate(self) -> Metrics:
@@ -254,7 +255,17 @@ class Task:
             "bn_eps": norm.eps,
         }
 
-    def _epoch(self, schedule: Schedule, index: int) -> Epoch:
+    def _ticker(
+        self, progress: Callable[[Progress], None] | None, index: int, epochs: int
+    ) -> Callable[[int], None] | None:
+        """What the replay calls within an epoch, at most twice a second."""
+        if progress is None:
+            return None
+        steps = self.steps_per_epoch
+        first = len(self.history) * steps
+        return lambda step: progress(Progress(index, epochs, max(step - first, 0), steps))
+
+    def _epoch(self, schedule: Schedule, index: int, tick: Callable[[int], None] | None) -> Epoch:
         """Train one epoch, the `index`-th of a fit, and validate."""
         started = time.perf_counter()
         world_size, steps = self.compiled.world_size, self.steps_per_epoch
@@ -272,7 +283,9 @@ class Task:
         )
         self._replays["clear_metrics"].run(1)
         # Counting every call of the loop once is enough, and leaves the other epochs undisturbed.
-        self._replays["train"].run(steps, batches.fill, first_step=first, audit=not self.history)
+        self._replays["train"].run(
+            steps, batches.fill, first_step=first, audit=not self.history, progress=tick
+        )
         arena = self.runtime.arenas[0]
         rows = float(arena.copy_out("accumulated_rows")[0]) * world_size
         taken = round(rows / self.compiled.network.local_batch)

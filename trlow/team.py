@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trlow.plan import MemoryPlan
     from trlow.ranks import Job, Worker
 
+DRAW_S = 0.5  # between two calls of a caller's progress function
 BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
 
 
@@ -140,12 +141,15 @@ class Team:
         rendezvous: Rendezvous | None = None,
         abort: bool = True,
         launches: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> list[Any]:
         """``function(rank)`` on every rank's thread, the coordinator serving ``rendezvous``.
 
         ``launches`` says that ranks launch collectives by themselves: then none begins before all
-        are declared as issuing. A failure stops every rank: with ``abort`` all communicators are
-        aborted and all graphs destroyed, without it only when ranks do not come back by themselves.
+        are declared as issuing. ``progress(step)`` is called here, on the waiting thread, at most
+        twice a second, with the step that the slowest rank is at. A failure stops every rank: with
+        ``abort`` all communicators are aborted and all graphs destroyed, without it only when ranks
+        do not come back by themselves.
         """
         self.check_usable()
         members, statuses = self.members, self.ranks.statuses
@@ -167,11 +171,17 @@ class Team:
             if (abort or not self.ranks.settle(jobs, BACK_S)) and self._communicators is not None:
                 self._communicators.start_abort()
 
-        def progress() -> object:
+        drawn_at = time.monotonic()
+
+        def moved() -> object:
+            nonlocal drawn_at
+            if progress is not None and time.monotonic() - drawn_at > DRAW_S:
+                drawn_at = time.monotonic()
+                progress(min(status.step or 0 for status in statuses))
             return [(status.step, status.stage, status.op) for status in statuses]
 
         try:
-            error = self.ranks.join(jobs, on_stop=stop, progress=progress)
+            error = self.ranks.join(jobs, on_stop=stop, progress=moved)
         except BaseException:
             self._recover(jobs)
             raise

@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TextIO
 
+ERASE_LINE = "\x1b[K"  # from the cursor to the end of the line (ECMA-48)
+
 
 class Console:
     """Writes to one text stream. Rich is used when it is installed and the stream is a terminal."""
@@ -14,11 +16,19 @@ class Console:
         """Look at the stream; load nothing."""
         self._stream = stream
         self._terminal = stream.isatty()
+        self._clear = ""  # what takes a status off the terminal
         self._rich = self._terminal and importlib.util.find_spec("rich") is not None
 
     def line(self, text: str = "") -> None:
-        """Write one line; on a terminal it shows at once."""
-        print(text, file=self._stream, flush=self._terminal)
+        """Write one line; on a terminal it shows at once, in place of a status."""
+        print(f"{self._clear}{text}", file=self._stream, flush=self._terminal)
+        self._clear = ""
+
+    def status(self, text: str) -> None:
+        """Show one line that the next replaces; only on a terminal."""
+        if self._terminal:
+            print(f"\r{text}{ERASE_LINE}", end="", file=self._stream, flush=True)
+            self._clear = f"\r{ERASE_LINE}"
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: str = ""

@@ -97,6 +97,11 @@ def _fit(task: Task, epochs: int, console: Console) -> dict[str, Any]:
 
     def show(progress: Progress) -> None:
         epoch = progress.epoch
+        if epoch is None:
+            console.status(
+                f"epoch {progress.done + 1}/{epochs}: step {progress.step}/{progress.steps}"
+            )
+            return
         skipped = f", {epoch.skipped_steps} steps skipped" if epoch.skipped_steps else ""
         console.line(
             f"epoch {progress.done:>{len(str(epochs))}}/{epochs}: train loss "

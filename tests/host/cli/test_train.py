@@ -210,7 +210,7 @@ def test_steps_that_were_skipped_are_said(trlow, monkeypatch):
         self.history.append(epoch)
         from trlow.report import Progress
 
-        progress(Progress(1, epochs, epoch))
+        progress(Progress(1, epochs, 11, 11, epoch))
 
     one_epoch_at_least = Task.fit
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -109,3 +112,25 @@ def test_progress_over_thousands_of_replays_leaves_memory_flat(runtime, small):
     replay.run(10_000, lambda rank, step, slot: None)
     assert [live(name) for name in names] == before
     assert runtime.platform.memory(0) == free
+
+
+def record_until(seen, step, count):
+    seen.append((threading.get_ident(), step))
+    if len(seen) == count:
+        raise StopIteration
+
+
+def test_progress_is_told_to_the_caller_on_its_own_thread_and_seldom(runtime, small):
+    seen = []
+    replay = runtime.capture(small.feed_program(), "fused")
+    begun = time.monotonic()
+    with pytest.raises(StopIteration):
+        replay.run(
+            1_000_000_000,
+            lambda rank, step, slot: None,
+            progress=lambda step: record_until(seen, step, 3),
+        )
+    assert {thread for thread, _ in seen} == {threading.get_ident()}
+    steps = [step for _, step in seen]
+    assert steps == sorted(set(steps))
+    assert time.monotonic() - begun >= 1.5
