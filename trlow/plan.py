@@ -96,11 +96,10 @@ class PlanBuilder:
         )
 
 
-def _shape(name: str, variant: str, shape: Sequence[int]) -> tuple[int, ...]:
-    sized = isinstance(shape, (tuple, list)) or (
-        isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
-    )
-    dims = tuple(shape) if sized else (0,)
+def _shape(name: str, variant: str, shape: object) -> tuple[int, ...]:
+    dims: tuple[int, ...] = (0,)
+    if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)):
+        dims = tuple(shape)
     for dim in dims:
         if type(dim) is not int or dim < 1:
             which = f"{name!r}, variant {variant!r}" if variant else repr(name)

@@ -75,7 +75,9 @@ class RegionTable:
     buckets: tuple[BucketSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a table that contradicts itself."""
+        """Accept any sequence; refuse a table that contradicts itself."""
+        object.__setattr__(self, "regions", tuple(self.regions))
+        object.__setattr__(self, "buckets", tuple(self.buckets))
         if not self.regions:
             raise PlanError(f"table {self.name!r} has no regions; give it at least one")
         _check_unique(self)
