@@ -62,7 +62,7 @@ class BucketSpec:
     last: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RegionTable:
     """Regions in arena order, and buckets in the order in which their gradients are ready.
 
@@ -82,6 +82,9 @@ class RegionTable:
             raise PlanError(f"table {self.name!r} has no regions; give it at least one")
         _check_unique(self)
         _check_buckets(self)
+
+    def __repr__(self) -> str:
+        return f"RegionTable({self.name!r}, {len(self)} regions, {len(self.buckets)} buckets)"
 
     def __getitem__(self, name: str) -> Region:
         """Return the region of this name. Raises PlanError if there is none."""
