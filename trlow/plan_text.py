@@ -137,7 +137,7 @@ def _field(item: object, key: str, kind: type | tuple[type, ...]) -> Any:
     if not isinstance(item, dict) or key not in item:
         raise PlanError(f"plan document: {key!r} is missing in {_short(item)}")
     value = item[key]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, kind):
         raise PlanError(
             f"plan document: {key!r} has the value {_short(value)}, which is of the wrong type"
         )

@@ -249,7 +249,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), REFUSED)
+@pytest.mark.parametrize(("make", "words"), REFUSED, ids=[", ".join(w) for _, w in REFUSED])
 def test_what_does_not_fit_is_refused_by_name(make, words):
     with pytest.raises(PlanError) as caught:
         make()
