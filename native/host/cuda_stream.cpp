@@ -158,14 +158,13 @@ TRLOW_ENTRY(cudaStreamEndCapture);
 extern "C" cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
     const int injected = enter(site_cudaStreamEndCapture);
     if (forked || self().in_callback) return cuda_result(injected);
-    if (out == nullptr) return cuda_result(kInvalidValue);
-    *out = nullptr;
+    if (out != nullptr) *out = nullptr;
     const Lock lock(state().mutex);
     const auto stream = find(state().streams, handle);
-    if (!stream) return cuda_result(kInvalidHandle);
-    if (injected != 0 && stream->capture) invalidate(*stream->capture);
+    if (injected != 0 && stream && stream->capture) invalidate(*stream->capture);
     std::shared_ptr<Graph> graph;
-    const int code = finish_capture(*stream, graph);
+    int code = out == nullptr ? kInvalidValue : kInvalidHandle;
+    if (stream && out != nullptr) code = finish_capture(*stream, graph);
     if (injected != 0 || code != 0) return cuda_result(injected != 0 ? injected : code);
     register_graph(graph);
     *out = reinterpret_cast<cudaGraph_t>(graph.get());

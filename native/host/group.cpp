@@ -126,6 +126,7 @@ int join_meeting(Lock& lock, const Member& member) {
 static int end(Lock& lock, int injected) {
     Group& mine = group();
     if (mine.depth == 0) {
+        if (injected != 0) return injected;
         set_report("ncclGroupEnd without ncclGroupStart");
         return kNcclInvalidUsage;
     }

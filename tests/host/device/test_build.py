@@ -1,0 +1,120 @@
+"""The build of the host device: what it refuses, and that the sanitizers see nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "native" / "build.py"
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not SCRIPT.exists(), reason="needs a checkout: native/ is not here"),
+]
+
+
+@pytest.fixture(scope="module")
+def build():
+    spec = importlib.util.spec_from_file_location("trlow_native_build_tested", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_without_a_compiler_it_says_so_in_one_line(tmp_path):
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path, "--build", tmp_path],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "no C++ compiler" in done.stderr
+
+
+def test_cxx_is_honoured(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path, "--build", tmp_path],
+        capture_output=True, text=True, env={**os.environ, "CXX": "no-such-compiler --flag"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "CXX names 'no-such-compiler'" in done.stderr
+
+
+def test_a_definition_that_differs_from_its_prototype_does_not_compile(build, tmp_path):
+    (tmp_path / "prototypes.h").write_text(build.prototypes_header())
+    program = '#include "prototypes.h"\nextern "C" cudaError_t cudaFree({}) {{ return cudaSuccess; }}'
+    codes = []
+    for parameter in ("void*", "unsigned long"):
+        source = tmp_path / "definition.cpp"
+        # another result for other arguments: C linkage makes it a conflict, not an overload
+        text = program.format(parameter)
+        if parameter != "void*":
+            text += '\nextern "C" int cudaSetDevice(int) { return 0; }'
+        source.write_text(text)
+        command = [*build.find_compiler(), "-std=c++17", f"-I{tmp_path}", "-fsyntax-only", source]
+        codes.append(subprocess.run(command, capture_output=True).returncode)
+    assert codes == [0, 1]
+
+
+def test_a_second_build_compiles_nothing(build, tmp_path, monkeypatch):
+    library = ROOT / "trlow" / "_native" / "libtrlow_host.so"
+    build.build()
+    before = library.stat().st_mtime_ns
+    commands = []
+    run = build.run
+    monkeypatch.setattr(build, "run", lambda command: commands.append(command) or run(command))
+    build.build()
+    assert library.stat().st_mtime_ns == before
+    assert [command[-1] for command in commands] == ["--version"]
+
+
+def runtime_is_there(build, flags, tmp_path):
+    source = tmp_path / "probe.cpp"
+    source.write_text("int main() { return 0; }")
+    program = tmp_path / "probe"
+    compiler = build.find_compiler()
+    made = subprocess.run(
+        [*compiler, *flags, source, "-o", program], capture_output=True
+    )
+    return made.returncode == 0 and subprocess.run([program]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_capture_and_replay_on_four_ranks_are_clean(build, tmp_path, sanitizer):
+    flags = build.SANITIZERS[sanitizer]
+    if not runtime_is_there(build, flags, tmp_path):
+        pytest.skip(f"the compiler has no working runtime of {flags[0]}")
+    library = build.build(ROOT / "build" / "native" / sanitizer / "lib", sanitize=sanitizer)
+    program = tmp_path / "four_ranks"
+    source = Path(__file__).with_name("four_ranks.cpp")
+    headers = ROOT / "build" / "native" / sanitizer
+    subprocess.run(
+        [
+            *build.find_compiler(), "-std=c++17", "-Wall", "-Wextra", "-Werror", *flags,
+            f"-I{headers}", source, library, "-pthread", f"-Wl,-rpath,{library.parent}",
+            "-o", program,
+        ],
+        check=True,
+    )  # fmt: skip
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+    }
+    for mode, seed in (("0", "0"), ("0", "6"), ("1", "3")):
+        done = subprocess.run(
+            [program, mode, seed],
+            capture_output=True, text=True, timeout=100, env={**os.environ, **options},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr[:4000]
