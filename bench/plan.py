@@ -3,8 +3,9 @@
     python bench/plan.py [--repeat N] [--json FILE]
 
 Planning is `add` and `build` with two variants for each tensor. Fingerprint, JSON and lookup are
-shown apart; so is the order of a program of 400 and of 4,000 stages. Medians, with the fastest and
-the slowest of the repeats.
+shown apart; so is the order of a program of 400 and of 4,000 stages. Medians of wall time, with the
+fastest and the slowest of the repeats, and the median of CPU time, which other work on the machine
+disturbs less.
 """
 
 from __future__ import annotations
@@ -62,16 +63,18 @@ def stages(count: int) -> tuple[Stage, ...]:
 
 
 def measure(repeat: int, act: Callable[[], object]) -> dict[str, float]:
-    seconds = []
+    seconds, busy = [], []
     for _ in range(repeat):
         gc.collect()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         act()
+        busy.append(time.process_time() - cpu)
         seconds.append(time.perf_counter() - start)
     return {
         "median_s": statistics.median(seconds),
         "least_s": min(seconds),
         "most_s": max(seconds),
+        "cpu_median_s": statistics.median(busy),
     }
 
 
@@ -118,7 +121,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in here.items()))
     found = measurements(arguments.repeat)
     width = max(map(len, found))
-    print(f"{'ms':{width}}  {'median':>9}  {'least':>9}  {'most':>9}")
+    print(f"{'ms':{width}}  {'median':>9}  {'least':>9}  {'most':>9}  {'cpu':>9}")
     for label, times in found.items():
         shown = "  ".join(f"{1e3 * value:9.1f}" for value in times.values())
         print(f"{label:{width}}  {shown}")

@@ -7,7 +7,7 @@ is typed, and what cannot be one is refused with both names, never cut to fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,8 @@ from trlow.plan_text import describe, differences, document, fingerprint, parse
 from trlow.region import BucketSpec, RegionTable
 
 __all__ = ["Bucket", "MemoryPlan", "PlanBuilder", "Range"]
+
+Shape = tuple[int, ...] | list[int]
 
 _LEAST_ALIGNMENT = 8  # bytes: the largest item size, so that every slot start is a whole element
 
@@ -57,9 +59,9 @@ class PlanBuilder:
         self,
         region: str,
         name: str,
-        shape: Sequence[int],
+        shape: Shape,
         *,
-        variants: Mapping[str, Sequence[int]] | None = None,
+        variants: Mapping[str, Shape] | None = None,
     ) -> str:
         """Put a tensor behind those already in its region, and return its name.
 
@@ -98,12 +100,14 @@ class PlanBuilder:
 
 def _shape(name: str, variant: str, shape: object) -> tuple[int, ...]:
     dims: tuple[int, ...] = (0,)
-    if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)):
+    if isinstance(shape, (tuple, list)):  # a text or a set is no shape, nor is one number
         dims = tuple(shape)
     for dim in dims:
         if type(dim) is not int or dim < 1:
             which = f"{name!r}, variant {variant!r}" if variant else repr(name)
-            raise PlanError(f"{which}: shape {shape!r} must be a sequence of ints, each at least 1")
+            raise PlanError(
+                f"{which}: shape {shape!r} must be a tuple or list of ints, each at least 1"
+            )
     return dims
 
 
