@@ -185,10 +185,9 @@ def _gpu(platform: Platform, index: int) -> Gpu:
     platform.driver.cuInit(0)
     platform.driver.cuDeviceGet(byref(handle), index)
     platform.driver.cuDeviceGetName(name, len(name), handle)
-    attribute = driver.CUdevice_attribute
-    get = platform.driver.cuDeviceGetAttribute
-    get(byref(major), attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
-    get(byref(minor), attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    attribute, get = cudart.cudaDeviceAttr, platform.cudart.cudaDeviceGetAttribute
+    get(byref(major), attribute.cudaDevAttrComputeCapabilityMajor, index)
+    get(byref(minor), attribute.cudaDevAttrComputeCapabilityMinor, index)
     text = name.value.decode(errors="replace")
     return Gpu(index, text, f"{major.value}.{minor.value}", total, free)
 

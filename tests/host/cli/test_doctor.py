@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from trlow.binding import host
 from trlow.cli import findings
 from trlow.cli.selftest import mean_over_ranks
-from trlow.errors import RankError
+from trlow.device import Platform
+from trlow.errors import CudaError, RankError
 from trlow.settings import Settings
 
 
@@ -127,3 +130,49 @@ def test_the_self_test_notices_a_wrong_mean(monkeypatch):
     monkeypatch.setattr(Arena, "copy_out", lambda self, what: real(self, what) + 1)
     with pytest.raises(RankError, match=r"should be 1\.5"):
         mean_over_ranks(settings)
+
+
+@pytest.fixture
+def host_devices_as_gpus(monkeypatch):
+    """The host device answers as CUDA does, so what is asked of GPUs can be asked of it."""
+    monkeypatch.setattr(findings, "Platform", lambda _name, settings: Platform("host", settings))
+    there = host.load()
+    monkeypatch.setattr(findings.cudart, "load", lambda _path: there.cudart)
+    monkeypatch.setattr(findings.driver, "load", lambda _path: there.driver)
+
+
+def test_every_gpu_is_shown_with_its_memory_and_peers(trlow, host_devices_as_gpus):
+    found = as_json(trlow("doctor", "--json"))
+    assert [gpu["index"] for gpu in found["gpus"]] == [0, 1, 2, 3]
+    for gpu in found["gpus"]:
+        assert list(gpu) == [
+            "index", "name", "compute_capability", "memory_nbytes", "free_nbytes",
+        ]  # fmt: skip
+        assert 0 < gpu["free_nbytes"] <= gpu["memory_nbytes"]
+        assert re.fullmatch(r"\d+\.\d", gpu["compute_capability"])
+        assert gpu["name"]
+    assert found["peer_access"] == [[True] * 4] * 4
+    text = trlow("doctor").out
+    assert "peer access" in text
+    assert text.count("yes") == 16
+
+
+def test_what_a_machine_of_three_gpus_cannot_do(trlow, host_devices_as_gpus, monkeypatch):
+    monkeypatch.setenv("TRLOW_HOST_DEVICES", "3")
+    monkeypatch.setattr(findings, "_can_access", lambda *_: False)
+    found = as_json(trlow("doctor", "--json"))
+    what = {problem["what"] for problem in found["cannot"]}
+    assert "training on all 3 GPUs without --any-world-size" in what
+    assert "direct copies between some GPUs" in what
+    assert "training on GPUs" not in what
+
+
+def test_a_gpu_that_fails_when_asked_is_a_finding(trlow, host_devices_as_gpus, monkeypatch):
+    def fail(*_arguments):
+        raise CudaError("cudaMemGetInfo", 2, "cudaErrorMemoryAllocation", device=0)
+
+    monkeypatch.setattr(findings, "_gpu", fail)
+    outcome = trlow("doctor", "--json")
+    assert outcome.code == 0
+    reasons = {problem["what"]: problem["why"] for problem in as_json(outcome)["cannot"]}
+    assert "cudaMemGetInfo failed" in reasons["asking the GPUs what they are"]
