@@ -1,8 +1,10 @@
-"""What all tests share: how many GPUs there are, hypothesis' settings, a small plan."""
+"""What all tests share: how many GPUs there are, timeouts, hypothesis' settings, a small plan."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ def gpu_count() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are; the reason stands in the summary."""
+    if os.environ.get("TRLOW_TEST_DEVICE") == "host":
+        return  # tests/gpu runs on the host device, which has as many devices as one asks for
     there = gpu_count()
     for item in items:
         marker = item.get_closest_marker("gpu")
@@ -36,6 +40,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = marker.args[0] if marker.args else marker.kwargs.get("n", 1)
         if there < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, there are {there}"))
+
+
+# ---------------------------------------------------- timeouts where pytest-timeout is missing
+# pyproject.toml's `timeout` and the marker mean the same without the plugin, except that the run
+# ends with the test that hung: the stacks of all threads are written, and the process exits with 1.
+
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Own the ini options that --strict-config would refuse as unknown."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take; 0 is for ever")
+        parser.addini("timeout_method", "only for pytest-timeout; without it always a thread")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr, which is not captured at this point."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): ends a run whose test takes longer")
+        config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Set-up, test and teardown together under one timeout."""
+    file = item.config.stash.get(STDERR, None)
+    if file is None:
+        return (yield)
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
+    if seconds > 0:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 TABLE = trlow.RegionTable(

@@ -16,9 +16,8 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(90)]
 
 
 @pytest.fixture
-def runtime(small):
-    settings = trlow.Settings(device="cuda", gpus="0-1", deadline_s=20.0)
-    with trlow.Runtime(settings, small.plan) as made:
+def runtime(small, gpu_settings):
+    with trlow.Runtime(gpu_settings(2), small.plan) as made:
         for arena in made.arenas:
             arena.copy_in("factor", np.array([0.5], np.float32))
             arena.copy_in("one", np.array([1.0], np.float32))
