@@ -31,8 +31,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("order",),
     ("program",),
     ("testing_plan", "testing_strategies"),
-    ("testing_program",),
-    ("testing",),
+    ("testing_program", "testing_random", "testing_emulation"),
     # the foreign tower
     ("binding.prototype", "binding.nvrtc"),
     ("binding.clib",),
@@ -48,6 +47,9 @@ FLOORS: list[tuple[str, ...]] = [
     ("runtime",),
     # above both
     ("nn",),
+    ("testing_slots",),
+    ("testing_arithmetic", "testing_device", "testing_replay"),
+    ("testing",),
     ("data",),
     ("schedule", "batches", "report"),
     ("task",),
@@ -65,7 +67,10 @@ FOREIGN = frozenset(_NAMES[_NAMES.index("device") : _NAMES.index("nn")])
 
 # Heavy or optional packages, which load when they are used: inside the function that uses them.
 LAZY = ("cuda", "rich", "sklearn", "matplotlib", "hypothesis")
-LAZY_AT_TOP = {"testing_strategies": "hypothesis"}  # nothing but a test imports it
+LAZY_AT_TOP = {  # nothing but a test imports these
+    "testing_strategies": "hypothesis",
+    "testing_random": "hypothesis",
+}
 
 # What the pure tower may import beside itself. numpy is for dtype alone; os for settings alone.
 PURE_STANDARD = {

@@ -11,9 +11,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from trlow import testing, testing_plan, testing_program, testing_strategies
+from trlow import (
+    testing,
+    testing_arithmetic,
+    testing_device,
+    testing_plan,
+    testing_program,
+    testing_random,
+    testing_replay,
+    testing_strategies,
+)
 from trlow.dtype import F32, U8
 from trlow.testing import (
+    DEVICE_INVARIANTS,
     INVARIANTS,
     byte_ranges,
     dtypes,
@@ -31,15 +41,20 @@ from trlow.testing import (
 
 
 def test_the_entrance_offers_every_strategy_and_check():
-    parts: tuple[ModuleType, ...] = (testing_plan, testing_program, testing_strategies)
+    parts: tuple[ModuleType, ...] = (
+        *(testing_plan, testing_program, testing_strategies),
+        *(testing_arithmetic, testing_device, testing_replay, testing_random),
+    )
     offered = {name for part in parts for name in part.__all__} - {"require"}
-    assert set(testing.__all__) == offered | {"INVARIANTS"}
+    beside = {"INVARIANTS", "DEVICE_INVARIANTS", "MODES", "emulate", "every_op", "initial_bytes"}
+    assert set(testing.__all__) == offered | beside
     checks = {name for name in offered if name.startswith("check_")}
-    assert {check.__name__ for check in INVARIANTS.values()} == checks
+    numbered = (*INVARIANTS.values(), *DEVICE_INVARIANTS.values())
+    assert {check.__name__ for check in numbered} == checks
 
 
 def test_every_check_says_its_number():
-    for number, check in INVARIANTS.items():
+    for number, check in (*INVARIANTS.items(), *DEVICE_INVARIANTS.items()):
         assert check.__doc__ is not None
         assert check.__doc__.startswith(f"{number}: ")
 

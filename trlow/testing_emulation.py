@@ -1,0 +1,273 @@
+"""What a program should leave in memory, by numpy alone: the oracle of the device's invariants.
+
+`emulate` runs stages one after another on byte arrays, one for each rank, with no streams, edges or
+graphs. Whatever order a device finds, it has to end with the same bytes. Only a sum over ranks that
+has to be rounded depends on the order of its terms: `emulate` tells whether there was one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trlow.action import Collective, Launch, RangeOp
+from trlow.dtype import BF16, F16, F32, U8, DType
+from trlow.plan import MemoryPlan, Range
+from trlow.program import Program
+
+__all__ = [
+    "Bytes",
+    "Floats",
+    "emulate",
+    "initial_bytes",
+    "load",
+    "read",
+    "round_bf16",
+    "store",
+    "whole",
+    "widen_bf16",
+]
+
+Bytes = NDArray[np.uint8]  # one rank's arena
+Floats = NDArray[np.float32]
+External = Callable[[int, Bytes], None]  # (rank, its arena): what an external stage does there
+
+_MANTISSA = {F32: 24, F16: 11, BF16: 8}  # bits, the hidden one too
+_FACTORS = (1.0, 0.5, -1.0, 2.0, 0.25)  # of scalars: products with few-bit numbers stay exact
+
+
+def whole(plan: MemoryPlan) -> Range:
+    """Return the whole arena as bytes."""
+    return Range(0, plan.arena_nbytes, U8, "arena", "arena")
+
+
+def read(state: Bytes, r: Range) -> NDArray[Any]:
+    """Return a view of a range in its numpy type."""
+    return state[r.offset : r.end].view(r.dtype.numpy)
+
+
+def initial_bytes(plan: MemoryPlan, rank: int, seed: int = 0) -> Bytes:
+    """Return an arena of numbers with few bits, other ones on every rank, and pads of 0.
+
+    One float32 alone is a factor, a power of two, and equal on all ranks; integers are 0 or 1.
+    """
+    generator = np.random.default_rng([seed, rank])
+    shared = np.random.default_rng(seed)
+    state = np.zeros(plan.arena_nbytes, np.uint8)
+    for tensor in plan.tensors:
+        r = plan.range(tensor.name)
+        if r.dtype not in _MANTISSA:
+            read(state, r)[:] = shared.integers(0, 2, r.count)
+        elif r.dtype == F32 and r.count == 1:
+            read(state, r)[:] = shared.choice(_FACTORS)
+        else:
+            limit = 8 if r.dtype == F32 else 4
+            store(state, r, generator.integers(-limit + 1, limit, r.count).astype(np.float32))
+    return state
+
+
+def emulate(
+    program: Program,
+    states: Sequence[Bytes],
+    steps: int = 1,
+    *,
+    externals: Mapping[str, External] | None = None,
+    first_phase: int = 0,
+) -> bool:
+    """Run steps on `states`, in place. Tells whether all numbers are finite and all sums exact.
+
+    `externals` does the work of external stages, by stage name. Feed copies are not known here.
+    """
+    exact = True
+    with np.errstate(all="ignore"):
+        for step in range(steps):
+            for stage in program.phases[(first_phase + step) % len(program.phases)]:
+                for op in filter(_acts, stage.ops):
+                    exact &= _OPS[op.kind](op, states)
+                if stage.external is not None:
+                    for rank, state in enumerate(states):
+                        (externals or {})[stage.name](rank, state)
+    return exact
+
+
+def round_bf16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Round float32 bits to bfloat16 bits, to nearest even; a NaN becomes a quiet one."""
+    wide = bits.astype(np.uint64)
+    rounded = (wide + 0x7FFF + ((wide >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+
+
+def widen_bf16(bits: NDArray[np.uint16]) -> Floats:
+    """Return the float32 numbers that bfloat16 bits stand for."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def load(state: Bytes, r: Range) -> Floats:
+    """Return a range's numbers in float32."""
+    values = read(state, r)
+    return widen_bf16(values) if r.dtype == BF16 else values.astype(np.float32)
+
+
+def store(state: Bytes, r: Range, values: Floats) -> bool:
+    """Round to the range's dtype; tell whether all stored numbers are finite."""
+    target = read(state, r)
+    if r.dtype == BF16:
+        target[:] = round_bf16(np.ascontiguousarray(values, np.float32).view(np.uint32))
+    else:
+        target[:] = values.astype(r.dtype.numpy)
+    return bool(np.isfinite(load(state, r)).all())
+
+
+def _clear(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    for state in states:
+        for r in op.writes:
+            read(state, r)[:] = 0
+    return True
+
+
+def _copy(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    for state in states:
+        if op.kind == "copy" or not read(state, op.reads[1])[0]:
+            read(state, op.writes[0])[:] = read(state, op.reads[0])
+    return True
+
+
+def _cast(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    return _each(states, lambda s: store(s, op.writes[0], load(s, op.reads[0])))
+
+
+def _scale(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    r, factor = op.reads
+    return _each(states, lambda s: store(s, r, load(s, r) * load(s, factor)))
+
+
+def _all_reduce(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    done = True
+    for r in op.writes:
+        done &= _sum(r, states)
+        if op.kind != "sum_all_reduce":
+            for state in states:
+                done &= store(state, r, load(state, r) * load(state, op.reads[-1]))
+    return done
+
+
+def _sum(r: Range, states: Sequence[Bytes]) -> bool:
+    if r.dtype not in _MANTISSA:
+        total = np.sum([read(state, r) for state in states], axis=0, dtype=r.dtype.numpy)
+        for state in states:
+            read(state, r)[:] = total
+        return True
+    values = [load(state, r) for state in states]
+    total = values[0].copy()
+    for more in values[1:]:
+        total += more
+    exact = _sums_exactly(np.array(values, np.float64), r.dtype)
+    return _each(states, lambda s: store(s, r, total)) and exact
+
+
+def _sums_exactly(values: NDArray[np.float64], dtype: DType) -> bool:
+    """Tell whether float sums along the first axis have one value in any order.
+
+    They do if all partial sums are representable: multiples of the lowest bit that is set, and less
+    than 2**bits of them.
+    """
+    if not np.isfinite(values).all():
+        return False
+    mantissa, exponent = np.frexp(values)
+    integers = np.abs(mantissa * 2.0**24).astype(np.int64)
+    lowest = np.where(integers, (integers & -integers) * 2.0 ** (exponent - 24.0), np.inf)
+    unit = lowest.min(axis=0, initial=np.inf)
+    return bool((np.abs(values).sum(axis=0) < unit * 2.0 ** _MANTISSA[dtype]).all())
+
+
+def _broadcast(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    for action in op.actions:
+        if isinstance(action, Collective):
+            for state in states:
+                read(state, action.range)[:] = read(states[action.root], action.range)
+    return True
+
+
+def _nan_check(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    *ranges, flag = op.reads
+    for state in states:
+        if not all(np.isfinite(load(state, r)).all() for r in ranges):
+            read(state, flag)[:] = 1
+    return True
+
+
+def _accumulate(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    total, metrics, factor, skip = op.reads
+
+    def add(state: Bytes) -> bool:
+        added = load(state, metrics) * load(state, factor)
+        return bool(read(state, skip)[0]) or store(state, total, load(state, total) + added)
+
+    return _each(states, add)
+
+
+def _update(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    (launch,) = op.actions
+    if not isinstance(launch, Launch):
+        raise TypeError(f"{op.kind} of {launch}")
+    kind, form = launch.kernel.split("_")
+    done = True
+    for state in states:
+        args = [arg for arg in launch.args if isinstance(arg, Range)]
+        weight = args.pop(0)
+        momentum = None if kind == "sgd" else args.pop(0)
+        gradient, lr, *rest, grad_scale, skip = args
+        if read(state, skip)[0]:
+            continue
+        g = load(state, gradient) * load(state, grad_scale)
+        if form == "weight":
+            g += load(state, rest[-1]) * load(state, weight)
+        if momentum is not None:
+            mu = load(state, rest[0])
+            m = mu * load(state, momentum) + g
+            done &= store(state, momentum, m)
+            g = m if kind == "momentum" else g + mu * m
+        if load(state, lr)[0]:  # at 0 even the sign of a zero stays
+            done &= store(state, weight, load(state, weight) - load(state, lr) * g)
+    return done
+
+
+def _bn_inference(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    eq_scale, eq_bias = op.writes
+    done = True
+    for state in states:
+        weight, bias, mean, var, eps = (load(state, r) for r in op.reads)
+        scale = weight / np.sqrt(var + eps)
+        done &= store(state, eq_scale, scale) and store(state, eq_bias, bias - mean * scale)
+    return done
+
+
+def _each(states: Sequence[Bytes], act: Callable[[Bytes], bool]) -> bool:
+    """Act on every rank; tell whether all said yes."""
+    return all(list(map(act, states)))
+
+
+def _acts(op: RangeOp) -> bool:
+    return bool(op.actions)
+
+
+_OPS: dict[str, Callable[[RangeOp, Sequence[Bytes]], bool]] = {
+    "clear": _clear,
+    "copy": _copy,
+    "copy_unless": _copy,
+    "cast": _cast,
+    "scale": _scale,
+    "sum_all_reduce": _all_reduce,
+    "mean_all_reduce": _all_reduce,
+    "bn_stats_all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "nan_check": _nan_check,
+    "accumulate_metrics": _accumulate,
+    "update": _update,
+    "bn_inference": _bn_inference,
+}
