@@ -14,8 +14,11 @@ import trlow
 LOOK = """
 import json, sys, time
 start = time.process_time()
+import numpy
+middle = time.process_time()
 import trlow
-seconds = time.process_time() - start
+end = time.process_time()
+seconds = {"numpy": middle - start, "trlow": end - middle}
 with open("/proc/self/maps") as maps:
     mapped = sorted({line.split()[-1] for line in maps if ".so" in line})
 print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules), "mapped": mapped}))
@@ -31,8 +34,11 @@ def look() -> dict:
 
 
 def test_import_takes_less_than_300_ms():
-    # CPU time, and the best of five, so that a busy machine does not count.
-    assert min(look()["seconds"] for _ in range(5)) < 0.3
+    # CPU time and the best of five, against a busy machine. numpy alone takes 0.1 s on an idle
+    # one, and has its own time where the machine is slower: what we add must fit beside it.
+    taken = [look()["seconds"] for _ in range(5)]
+    assert min(seconds["trlow"] for seconds in taken) < 0.15
+    assert min(sum(seconds.values()) - max(0, seconds["numpy"] - 0.15) for seconds in taken) < 0.3
 
 
 def test_import_loads_no_cuda_library_and_no_host_device():
