@@ -38,8 +38,24 @@ class Collective:
 
     kind: str  # "all_reduce" or "broadcast"
     range: Range
-    op: str = "sum"
+    op: str = "sum"  # of an all_reduce: "sum", "avg", "premulsum" and NCCL's others
     root: int = 0  # rank whose bytes a broadcast spreads
+    factor: Range | None = None  # of premulsum: one element of the range's dtype, read by address
+
+    def __post_init__(self) -> None:
+        """Refuse a premulsum without its factor, and a factor that nothing reads."""
+        if (self.op == "premulsum") != (self.factor is not None):
+            need = "needs a factor" if self.factor is None else "reads no factor"
+            raise PlanError(f"{self.kind} of {self.range}: {self.op!r} {need}")
+
+    def conflicts(self, other: Collective) -> bool:
+        """Whether one writes a byte that the other touches: then they are not of one group."""
+        return any(
+            write.overlaps(touched)
+            for write, one in ((self.range, other), (other.range, self))
+            for touched in (one.range, one.factor)
+            if touched is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +83,16 @@ class RangeOp:
         for action in self.actions:
             if isinstance(action, Launch):
                 touched = [arg for arg in action.args if isinstance(arg, Range)]
-                declared = self.reads + self.writes
-            else:
-                touched, declared = [action.range], self.writes
-            for one in touched:
-                if one.nbytes and not any(whole.contains(one) for whole in declared):
-                    what = "declares" if isinstance(action, Launch) else "declares as written"
-                    raise PlanError(
-                        f"op {self.kind!r} touches {one}, which lies in none of the ranges it "
-                        f"{what}: {', '.join(map(str, declared)) or 'none'}"
-                    )
+                self._check(touched, self.reads + self.writes, "declares")
+                continue
+            self._check([action.range], self.writes, "declares as written")
+            if isinstance(action, Collective) and action.factor is not None:
+                self._check([action.factor], self.reads, "declares as read")
+
+    def _check(self, touched: list[Range], declared: tuple[Range, ...], what: str) -> None:
+        for one in touched:
+            if one.nbytes and not any(whole.contains(one) for whole in declared):
+                raise PlanError(
+                    f"op {self.kind!r} touches {one}, which lies in none of the ranges it "
+                    f"{what}: {', '.join(map(str, declared)) or 'none'}"
+                )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from ctypes import c_int, c_void_p
+from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trlow.errors import ForeignError, TrlowError, UsageError
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     from trlow.device import Platform
 
-# ncclRedOp_t of nccl.h
+# ncclRedOp_t of nccl.h; "premulsum" is made per communicator, see _premulsum
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+SCALAR_ON_DEVICE = 0  # ncclScalarDevice: the factor is read when the collective runs
 FLOAT32 = 7  # ncclFloat32; any type will do for a call that must be refused
 
 
@@ -38,6 +40,7 @@ class Call:
     op: str
     root: int
     stream: int
+    factor: int | None = None  # address of premulsum's factor
 
 
 class Communicators:
@@ -52,6 +55,7 @@ class Communicators:
         with platform.on(devices[0]):  # the call leaves another device current
             self._nccl.ncclCommInitAll(handles, len(devices), (c_int * len(devices))(*devices))
         self.handles: list[int] = [handle or 0 for handle in handles]
+        self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
         self._aborts: list[threading.Thread] = []
         self._abort_errors: list[TrlowError] = []
 
@@ -70,10 +74,7 @@ class Communicators:
     def _prepare(self, call: Call) -> Callable[[], object]:
         handle = self.handles[call.rank]
         if call.kind == "all_reduce":
-            function, last = self._nccl.ncclAllReduce, REDUCE_OPS.get(call.op)
-            if last is None:
-                message = f"all_reduce knows {', '.join(REDUCE_OPS)}, not {call.op!r}"
-                raise UsageError(message)
+            function, last = self._nccl.ncclAllReduce, self._reduction(call, handle)
         elif call.kind == "broadcast":
             function, last = self._nccl.ncclBroadcast, call.root
         else:
@@ -84,6 +85,27 @@ class Communicators:
             *(handle, call.stream),
         )
         return lambda: function(*arguments)
+
+    def _reduction(self, call: Call, handle: int) -> int:
+        """The ncclRedOp_t of a call.
+
+        A premulsum reads its factor from device memory, and is made the first time that its
+        collective is issued: in the warm-up, so never while a stream captures.
+        """
+        known = REDUCE_OPS.get(call.op)
+        if known is not None:
+            return known
+        if call.op != "premulsum" or call.factor is None:
+            message = f"all_reduce knows {', '.join(REDUCE_OPS)}, premulsum, not {call.op!r}"
+            raise UsageError(message)
+        key = (call.rank, call.dtype_code, call.factor)
+        if key not in self._reductions:
+            made = c_int()
+            self._nccl.ncclRedOpCreatePreMulSum(
+                byref(made), call.factor, call.dtype_code, SCALAR_ON_DEVICE, handle
+            )
+            self._reductions[key] = made.value
+        return self._reductions[key]
 
     def _poison(self) -> None:
         """Close the open group so that NCCL launches nothing of it."""
@@ -108,6 +130,7 @@ class Communicators:
         """Abort every rank on helper threads at once, so that spinning kernels exit. No wait."""
         if self._aborts or not self.handles:
             return
+        self._reductions.clear()  # they go with their communicators
         handles, self.handles = self.handles, []
         for rank, handle in enumerate(handles):
             thread = threading.Thread(
@@ -137,13 +160,21 @@ class Communicators:
         return self._abort_errors[0] if self._abort_errors else None
 
     def close(self) -> None:
-        """Destroy the communicators; every graph that captured them must be gone."""
+        """Destroy reductions, then communicators; every graph that captured them must be gone."""
         handles, self.handles = self.handles, []
+        reductions, self._reductions = self._reductions, {}
+        releases = [
+            (rank, partial(self._nccl.ncclRedOpDestroy, made, handles[rank]))
+            for (rank, _, _), made in reductions.items()
+        ] + [
+            (rank, partial(self._nccl.ncclCommDestroy, handle))
+            for rank, handle in enumerate(handles)
+        ]
         first: ForeignError | None = None
-        for rank, handle in enumerate(handles):
+        for rank, release in releases:
             try:
                 with self._platform.on(self.devices[rank]):
-                    self._nccl.ncclCommDestroy(handle)
+                    release()
             except ForeignError as error:
                 first = first or error.with_rank(rank, self.devices[rank])
         if first is not None:

@@ -136,15 +136,17 @@ def calls(group: Group, ranks: Sequence[Rank]) -> Iterator[Call]:
     """One call per collective and rank, with every argument resolved."""
     for collective in group.collectives:
         for rank in ranks:
+            base = rank.arena.base
             yield Call(
                 rank.index,
                 collective.kind,
-                rank.arena.base + collective.range.offset,
+                base + collective.range.offset,
                 collective.range.count,
                 collective.range.dtype.nccl_code,
                 collective.op,
                 collective.root,
                 rank.streams[group.stream],
+                None if collective.factor is None else base + collective.factor.offset,
             )
 
 

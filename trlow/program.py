@@ -113,8 +113,8 @@ class Stage:
     def groups(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions as they are issued: each alone, but neighbouring collectives as one.
 
-        NCCL may run the calls of one group side by side, so a collective that touches a byte of
-        one in the group opens the next group.
+        NCCL may run the calls of one group side by side, so a collective that conflicts with one
+        in the group opens the next group.
         """
         groups: list[list[Action]] = []
         for action in self.actions:
@@ -122,8 +122,7 @@ class Stage:
                 isinstance(action, Collective)
                 and groups
                 and all(
-                    isinstance(one, Collective) and not one.range.overlaps(action.range)
-                    for one in groups[-1]
+                    isinstance(one, Collective) and not one.conflicts(action) for one in groups[-1]
                 )
             ):
                 groups[-1].append(action)

@@ -10,14 +10,25 @@ with both names, where dtypes or sizes do not fit or source and destination over
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from trlow.action import Action, Collective, FeedCopy, Launch, RangeOp
-from trlow.dtype import BF16, F16, F32, I32, DType
+from trlow.dtype import F32, I32
 from trlow.errors import PlanError
 from trlow.plan import Range
+from trlow.range_check import (
+    SHORT,
+    check_apart,
+    check_copy,
+    check_counts,
+    check_dtype,
+    check_scalars,
+    filled_of,
+    float_name,
+)
 
 __all__ = [
+    "MEAN_STRATEGIES",
     "Action",
     "Collective",
     "FeedCopy",
@@ -40,7 +51,9 @@ __all__ = [
 ]
 
 
-_SHORT = {F32: "f32", F16: "f16", BF16: "bf16"}  # as the kernels' names spell them
+# How a mean over ranks is made, see mean_all_reduce; all but "deferred" leave nothing to divide.
+MEAN_STRATEGIES = ("deferred", "sum_then_scale", "avg", "premulsum")
+
 _CHUNK = 16  # bytes that one work item of a byte kernel moves
 
 
@@ -53,7 +66,7 @@ def clear(r: Range) -> RangeOp:
 
 def copy(dst: Range, src: Range) -> RangeOp:
     """Dst = src, byte for byte; dtypes and sizes agree."""
-    _check_copy("copy", dst, src)
+    check_copy("copy", dst, src)
     if not dst.nbytes:
         return _nothing("copy")
     return RangeOp("copy", (src,), (dst,), (Launch("copy", (dst, src, dst.nbytes), _chunks(dst)),))
@@ -61,8 +74,8 @@ def copy(dst: Range, src: Range) -> RangeOp:
 
 def copy_unless(dst: Range, src: Range, skip: Range) -> RangeOp:
     """Dst = src, unless the int32 `skip` is not 0: then dst keeps its bytes."""
-    _check_copy("copy_unless", dst, src)
-    _check_scalars("copy_unless", (dst,), (skip, I32, "skip"))
+    check_copy("copy_unless", dst, src)
+    check_scalars("copy_unless", (dst,), (skip, I32, "skip"))
     if not dst.nbytes:
         return _nothing("copy_unless")
     launch = Launch("copy_unless", (dst, src, skip, dst.nbytes), _chunks(dst))
@@ -76,37 +89,71 @@ def cast(dst: Range, src: Range) -> RangeOp:
     happen to agree: cast tensor by tensor.
     """
     pair = {src.dtype, dst.dtype}
-    if F32 not in pair or len(pair) != 2 or not pair <= _SHORT.keys():
+    if F32 not in pair or len(pair) != 2 or not pair <= SHORT.keys():
         raise PlanError(
             f"cast from {src} to {dst}: only float32 to or from float16 or bfloat16 is known"
         )
-    _check_counts("cast", dst, src)
-    _check_apart("cast", dst, src)
+    check_counts("cast", dst, src)
+    check_apart("cast", dst, src)
     if not dst.nbytes:
         return _nothing("cast")
-    kernel = f"cast_{_SHORT[src.dtype]}_{_SHORT[dst.dtype]}"
+    kernel = f"cast_{SHORT[src.dtype]}_{SHORT[dst.dtype]}"
     return RangeOp("cast", (src,), (dst,), (Launch(kernel, (dst, src, dst.count), dst.count),))
 
 
 def scale(r: Range, factor: Range) -> RangeOp:
     """R *= factor, a float32 scalar; r is float32, float16 or bfloat16."""
-    _check_scalars("scale", (r,), (factor, F32, "factor"))
+    check_scalars("scale", (r,), (factor, F32, "factor"))
     launches = _scale_launches("scale", (r,), factor)
     return RangeOp("scale", (r, factor), (r,), launches) if launches else _nothing("scale")
 
 
 def sum_all_reduce(*ranges: Range) -> RangeOp:
     """Each range = its sum over ranks; all of them in one group."""
-    return _all_reduce("sum_all_reduce", ranges, None)
+    return _all_reduce("sum_all_reduce", ranges)
 
 
-def mean_all_reduce(*ranges: Range, factor: Range) -> RangeOp:
-    """Each range = its sum over ranks, in one group, then times the float32 scalar `factor`.
+def mean_all_reduce(
+    *ranges: Range, factor: Range | None = None, strategy: str = "sum_then_scale"
+) -> RangeOp:
+    """Each range = its mean over ranks; all of them in one group. `strategy` says how.
 
-    `factor` holds 1 / world size for a mean. NCCL's own average is another operation: it scales
-    each input before it adds.
+    "sum_then_scale": the sum over ranks in the dtype, then a kernel that multiplies by the float32
+    `factor` (1 / world size) in float32 and rounds once. A float16 sum may overflow before it is
+    scaled. Floats only.
+
+    "avg": NCCL's own average. Floats: each input times 1 / world size, rounded to the dtype, then
+    the sum in the dtype, so float16 overflows only where the mean would. Integers: the sum, which
+    may wrap around, then a division towards zero.
+
+    "premulsum": each input times `factor`, rounded to the dtype, then the sum. `factor` has the
+    dtype of the ranges and is read from the arena when the collective runs, so it may change
+    between steps. An integer factor cannot hold a fraction.
+
+    "deferred": the sum alone. Who reads the range multiplies by 1 / world size: in an update that
+    is `grad_scale`. A float16 sum may overflow.
+
+    For numbers whose sum is exact and a world size that is a power of two all four are the exact
+    mean, unless a product falls below the smallest normal number; for others the last bit may
+    differ. A device may keep the product's extra bits until the addition (a fused multiply-add).
+    "avg" and "deferred" leave `factor` unread, so that a program may change the strategy alone.
+    With one rank nothing is communicated: "sum_then_scale" multiplies by `factor`, which then holds
+    1, and the others do nothing at all.
     """
-    return _all_reduce("mean_all_reduce", ranges, factor)
+    if strategy not in MEAN_STRATEGIES:
+        raise PlanError(
+            f"mean strategy {strategy!r} is unknown; known are {', '.join(MEAN_STRATEGIES)}"
+        )
+    kind = "mean_all_reduce"
+    if strategy in {"avg", "deferred"}:
+        return _all_reduce(kind, ranges, op="avg" if strategy == "avg" else "sum")
+    if factor is None:
+        raise PlanError(f"{kind} by {strategy!r} needs a factor: the range that holds 1/N")
+    if strategy == "premulsum":
+        for r in ranges:
+            check_scalars(kind, ranges, (factor, r.dtype, "factor"))
+        return _all_reduce(kind, ranges, factor, op="premulsum")
+    return _all_reduce(kind, ranges, factor)
 
 
 def bn_stats_all_reduce(*ranges: Range, factor: Range) -> RangeOp:
@@ -121,19 +168,20 @@ def broadcast(*ranges: Range, root: int = 0) -> RangeOp:
     """Each range = its bytes on rank `root`; all of them in one group."""
     if type(root) is not int or root < 0:
         raise PlanError(f"broadcast from rank {root!r}: the root must be an int, at least 0")
-    filled = _filled("broadcast", ranges)
+    filled = filled_of("broadcast", ranges)
     actions = tuple(Collective("broadcast", r, root=root) for r in filled)
     return RangeOp("broadcast", filled, filled, actions)
 
 
 def nan_check(flag: Range, *ranges: Range) -> RangeOp:
     """Set the int32 `flag` to 1 if any element is NaN or infinite; it is never cleared here."""
-    _check_scalars("nan_check", ranges, (flag, I32, "flag"))
-    filled = _filled("nan_check", ranges)
+    check_scalars("nan_check", ranges, (flag, I32, "flag"))
+    filled = filled_of("nan_check", ranges)
     if not filled:
         return _nothing("nan_check")
     launches = tuple(
-        Launch(f"nan_check_{_float('nan_check', r)}", (flag, r, r.count), r.count) for r in filled
+        Launch(f"nan_check_{float_name('nan_check', r)}", (flag, r, r.count), r.count)
+        for r in filled
     )
     return RangeOp("nan_check", (*filled, flag), (flag,), launches)
 
@@ -142,10 +190,10 @@ def accumulate_metrics(total: Range, metrics: Range, factor: Range, skip: Range)
     """Total += metrics * factor, unless the int32 `skip` is not 0; float32 throughout."""
     kind = "accumulate_metrics"
     for r in (total, metrics):
-        _check_dtype(kind, r, F32)
-    _check_counts(kind, total, metrics)
-    _check_apart(kind, total, metrics)
-    _check_scalars(kind, (total,), (factor, F32, "factor"), (skip, I32, "skip"))
+        check_dtype(kind, r, F32)
+    check_counts(kind, total, metrics)
+    check_apart(kind, total, metrics)
+    check_scalars(kind, (total,), (factor, F32, "factor"), (skip, I32, "skip"))
     if not total.nbytes:
         return _nothing(kind)
     launch = Launch(kind, (total, metrics, factor, skip, total.count), total.count)
@@ -179,12 +227,12 @@ def update(
     where = f"{kind} update"
     states = (weight,) if momentum is None else (weight, momentum)
     for r in (*states, gradient):
-        _check_dtype(where, r, F32)
-        _check_counts(where, weight, r)
+        check_dtype(where, r, F32)
+        check_counts(where, weight, r)
     for one, other in combinations((*states, gradient), 2):
-        _check_apart(where, one, other)
+        check_apart(where, one, other)
     scalars = [r for r in (lr, mu, weight_decay, grad_scale) if r is not None]
-    _check_scalars(where, states, *((r, F32, "scalar") for r in scalars), (skip, I32, "skip"))
+    check_scalars(where, states, *((r, F32, "scalar") for r in scalars), (skip, I32, "skip"))
     if not weight.nbytes:
         return _nothing("update")
     form = "bias" if weight_decay is None else "weight"
@@ -206,13 +254,13 @@ def bn_inference(
     kind = "bn_inference"
     sources, results = (weight, bias, mean, var), (eq_scale, eq_bias)
     for r in (*results, *sources):
-        _check_dtype(kind, r, F32)
-        _check_counts(kind, eq_scale, r)
-    _check_apart(kind, eq_scale, eq_bias)
+        check_dtype(kind, r, F32)
+        check_counts(kind, eq_scale, r)
+    check_apart(kind, eq_scale, eq_bias)
     for result in results:
         for source in sources:
-            _check_apart(kind, result, source)
-    _check_scalars(kind, results, (eps, F32, "eps"))
+            check_apart(kind, result, source)
+    check_scalars(kind, results, (eps, F32, "eps"))
     if not eq_scale.nbytes:
         return _nothing(kind)
     launch = Launch(kind, (*results, *sources, eps, eq_scale.count), eq_scale.count)
@@ -236,69 +284,28 @@ def _chunks(r: Range) -> int:
     return -(-r.nbytes // _CHUNK)
 
 
-def _all_reduce(kind: str, ranges: tuple[Range, ...], factor: Range | None) -> RangeOp:
-    if factor is not None:
-        _check_scalars(kind, ranges, (factor, F32, "factor"))
-    filled = _filled(kind, ranges)
+def _all_reduce(
+    kind: str, ranges: tuple[Range, ...], factor: Range | None = None, op: str = "sum"
+) -> RangeOp:
+    """Collectives in one group; after a sum with a factor, kernels that multiply by it."""
+    scales = factor is not None and op == "sum"
+    if factor is not None and scales:
+        check_scalars(kind, ranges, (factor, F32, "factor"))
+    filled = filled_of(kind, ranges)
     if not filled:
         return _nothing(kind)
-    group = tuple(Collective("all_reduce", r) for r in filled)
+    inner = factor if op == "premulsum" else None
+    group: tuple[Action, ...] = tuple(Collective("all_reduce", r, op, factor=inner) for r in filled)
     if factor is None:
         return RangeOp(kind, filled, filled, group)
-    scales = _scale_launches(kind, filled, factor)
-    return RangeOp(kind, (*filled, factor), filled, (*group, *scales))
+    if scales:
+        group += _scale_launches(kind, filled, factor)
+    return RangeOp(kind, (*filled, factor), filled, group)
 
 
 def _scale_launches(kind: str, ranges: tuple[Range, ...], factor: Range) -> tuple[Launch, ...]:
     return tuple(
-        Launch(f"scale_{_float(kind, r)}", (r, factor, r.count), r.count)
+        Launch(f"scale_{float_name(kind, r)}", (r, factor, r.count), r.count)
         for r in ranges
         if r.nbytes
     )
-
-
-def _filled(kind: str, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Return the ranges that are not empty; two that overlap cannot be in one op."""
-    filled = tuple(r for r in ranges if r.nbytes)
-    for one, other in pairwise(sorted(filled, key=lambda r: r.offset)):
-        _check_apart(kind, one, other)
-    return filled
-
-
-def _float(kind: str, r: Range) -> str:
-    if r.dtype not in _SHORT:
-        raise PlanError(f"{kind}: {r} must be float32, float16 or bfloat16")
-    return _SHORT[r.dtype]
-
-
-def _check_copy(kind: str, dst: Range, src: Range) -> None:
-    if dst.dtype != src.dtype:
-        raise PlanError(f"{kind} from {src} to {dst}: the dtypes differ; cast instead")
-    _check_counts(kind, dst, src)
-    _check_apart(kind, dst, src)
-
-
-def _check_counts(kind: str, one: Range, other: Range) -> None:
-    if one.count != other.count:
-        raise PlanError(f"{kind} of {one} and {other}: the counts must be equal")
-
-
-def _check_apart(kind: str, one: Range, other: Range) -> None:
-    if one.overlaps(other):
-        raise PlanError(f"{kind} of {one} and {other}: they overlap; use ranges that do not")
-
-
-def _check_dtype(kind: str, r: Range, dtype: DType) -> None:
-    if r.dtype != dtype:
-        raise PlanError(f"{kind}: {r} must be {dtype}")
-
-
-def _check_scalars(
-    kind: str, written: tuple[Range, ...], *scalars: tuple[Range, DType, str]
-) -> None:
-    """Each scalar is one element of its dtype, and lies in nothing that is written."""
-    for scalar, dtype, role in scalars:
-        if scalar.dtype != dtype or scalar.count != 1:
-            raise PlanError(f"{kind}: {role} {scalar} must be one {dtype} element")
-        for r in written:
-            _check_apart(kind, r, scalar)

@@ -43,10 +43,10 @@ def collective_stages(program: Program) -> tuple[Stage, ...]:
         for stage in stages:
             for group in stage.groups():
                 if isinstance(group[0], Collective):
-                    ranges = tuple(
-                        action.range for action in group if isinstance(action, Collective)
-                    )
-                    op = RangeOp("warm-up", ranges, ranges, group)
+                    calls = [action for action in group if isinstance(action, Collective)]
+                    ranges = tuple(call.range for call in calls)
+                    factors = tuple(call.factor for call in calls if call.factor is not None)
+                    op = RangeOp("warm-up", (*ranges, *factors), ranges, group)
                     found.setdefault(
                         (stage.stream, group), Stage(f"warm {stage.name}", stage.stream, (op,))
                     )

@@ -26,7 +26,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("layout",),
     ("plan_text",),
     ("plan",),
-    ("action",),
+    ("action", "range_check"),
     ("range_op",),
     ("order",),
     ("program",),
