@@ -29,8 +29,12 @@ SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"),
     "thread": ("-fsanitize=thread", "-O1"),
 }
+HOST = (
+    "-Wmissing-declarations",
+    "-Werror=missing-declarations",
+)  # an exported function without a prototype is an error
 KERNEL = ("-fopenmp-simd",)  # `omp simd` pragmas only: no OpenMP runtime is linked
-WARNINGS = ("-Wall", "-Wextra", "-Werror")
+WARNINGS = ("-Wall", "-Wextra", "-Werror")  # of a strict build; compilers to come may warn of more
 COMMON = (
     "-std=c++17",
     "-O3",
@@ -61,10 +65,13 @@ def build(
     *,
     sanitize: str | None = None,
     build_dir: Path | str | None = None,
+    strict: bool = False,
 ) -> Path:
     """Compile what changed and link the library into `out_dir`; returns its path.
 
-    `sanitize`: "address" (with undefined behaviour) or "thread". Raises `BuildError`.
+    `sanitize`: "address" (with undefined behaviour) or "thread". `strict`: warnings are errors, as
+    in every build from a checkout; an install must not fail because a newer compiler warns of more.
+    Raises `BuildError`.
     """
     out = Path(out_dir) if out_dir else ROOT / "trlow" / "_native"
     work = Path(build_dir) if build_dir else ROOT / "build" / "native"
@@ -74,7 +81,7 @@ def build(
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     write_if_changed(work / "prototypes.h", prototypes_header())
-    extra = SANITIZERS[sanitize] if sanitize else ()
+    extra = (*(WARNINGS if strict else ()), *(SANITIZERS[sanitize] if sanitize else ()))
     headers = digest_of(
         [*ROOT.glob("native/host/*.h"), *ROOT.glob("native/kernels/*.h"), work / "prototypes.h"]
     )
@@ -105,7 +112,7 @@ def units() -> list[Unit]:
     host = sorted(ROOT.glob("native/host/*.cpp"))
     kernels = sorted(ROOT.glob("native/kernels/*.cc"))
     return [
-        *(Unit(source, (), "host") for source in host),
+        *(Unit(source, HOST, "host") for source in host),
         *(Unit(source, (*KERNEL, "-DTRLOW_HOST_SERIAL"), "serial") for source in kernels),
         *(Unit(source, (*KERNEL, "-DTRLOW_HOST_FIBERS"), "fibers") for source in kernels),
     ]
@@ -152,7 +159,7 @@ def compile_unit(
     unit: Unit, compiler: list[str], extra: tuple[str, ...], work: Path, key: str
 ) -> Path:
     """Compile one source unless an object of exactly this input exists."""
-    flags = [*COMMON, *WARNINGS, *extra, *unit.flags]
+    flags = [*COMMON, *extra, *unit.flags]
     includes = [f"-I{work}", f"-I{ROOT / 'native/host'}", f"-I{ROOT / 'native/kernels'}"]
     digest = hashlib.sha256(f"{key}{flags}".encode() + unit.source.read_bytes()).hexdigest()[:16]
     target = work / f"{unit.source.stem}.{unit.suffix}.{digest}.o"
@@ -214,7 +221,7 @@ def main() -> int:
     parser.add_argument("--sanitize", choices=sorted(SANITIZERS), help="instrument the library")
     given = parser.parse_args()
     try:
-        library = build(given.out, sanitize=given.sanitize, build_dir=given.build)
+        library = build(given.out, sanitize=given.sanitize, build_dir=given.build, strict=True)
     except BuildError as error:
         print(f"trlow: {error}", file=sys.stderr)
         return 1

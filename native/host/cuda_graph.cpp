@@ -210,7 +210,9 @@ extern "C" cudaError_t cudaGraphDebugDotPrint(cudaGraph_t handle, const char* pa
     file << "digraph {\n";
     for (std::size_t i = 0; i < graph->nodes.size(); ++i) {
         file << "  n" << i << " [label=\"" << describe(*graph->nodes[i]->work) << "\"];\n";
-        for (const int from : graph->nodes[i]->after) file << "  n" << from << " -> n" << i << ";\n";
+        for (const int from : graph->nodes[i]->after) {
+            file << "  n" << from << " -> n" << i << ";\n";
+        }
     }
     file << "}\n";
     file.close();

@@ -41,9 +41,34 @@ struct Bfloat16 {
     }
 };
 
-// sign, `kExponent` bits, `kMantissa` bits; `kFinite`: the largest finite pattern; kNan: a NaN.
-template <class T, int kExponent, int kMantissa, std::uint32_t kFinite, std::uint32_t kNan,
-          bool kSaturates>
+// Without branches, so that loops over it become vectors.
+struct Float16 {
+    using Stored = std::uint16_t;
+    using Wide = float;
+    static float widen(Stored value) {
+        const std::uint32_t sign = std::uint32_t{value & 0x8000u} << 16;
+        const std::uint32_t shifted = std::uint32_t{value & 0x7fffu} << 13;
+        // 2^112 moves the exponent from a bias of 15 to one of 127, of subnormal numbers too
+        const std::uint32_t finite = bits_of(float_of(shifted) * 0x1p112f);
+        return float_of(sign | (shifted >= 0x7c00u << 13 ? 0x7f800000u | shifted : finite));
+    }
+    static Stored narrow(float value) {
+        const std::uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+        const std::uint32_t even = magnitude >> 13 & 1u;
+        const std::uint32_t normal = (magnitude + 0xfffu + even - (112u << 23)) >> 13;
+        // beside 0.5 a float's last bit is 2^-24, the smallest fp16 number: the addition rounds
+        const std::uint32_t half = bits_of(0.5f);
+        const std::uint32_t small = bits_of(float_of(magnitude) + 0.5f) - half;
+        const std::uint32_t finite = magnitude < 0x38800000u ? small : normal;  // 2^-14
+        const std::uint32_t number = magnitude >= 0x477ff000u ? 0x7c00u : finite;  // 65520
+        const std::uint32_t nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+        return static_cast<Stored>(bits >> 16 & 0x8000u) |
+               static_cast<Stored>(magnitude > 0x7f800000u ? nan : number);
+    }
+};
+
+// fp8: sign, `kExponent` bits, `kMantissa` bits; `kFinite`: the largest finite pattern; kNan: a NaN.
+template <class T, int kExponent, int kMantissa, std::uint32_t kFinite, std::uint32_t kNan>
 struct Minifloat {
     using Stored = T;
     using Wide = float;
@@ -54,7 +79,7 @@ struct Minifloat {
         const std::uint32_t sign = static_cast<std::uint32_t>(value >> kBits & 1) << 31;
         const std::uint32_t magnitude = value & ((1u << kBits) - 1u);
         if (magnitude > kFinite) {
-            const bool infinite = !kSaturates || kExponent == 5;  // e4m3 has no infinity
+            const bool infinite = kExponent == 5;  // e4m3 has no infinity
             const bool mantissa = (magnitude & ((1u << kMantissa) - 1u)) != 0;
             if (infinite && !mantissa) return float_of(sign | 0x7f800000u);
             return float_of(sign | 0x7fc00000u | (magnitude << (23 - kMantissa) & 0x3fffffu));
@@ -86,13 +111,12 @@ struct Minifloat {
         const int field = exponent < lowest ? 0 : exponent + kBias - 1;
         const std::uint64_t result =
             (static_cast<std::uint64_t>(field) << kMantissa) + kept;
-        if (result > kFinite) return static_cast<Stored>(sign | (kSaturates ? kFinite : kFinite + 1));
+        if (result > kFinite) return static_cast<Stored>(sign | kFinite);
         return static_cast<Stored>(sign | static_cast<std::uint32_t>(result));
     }
 };
 
-using Float16 = Minifloat<std::uint16_t, 5, 10, 0x7bff, 0x7e00, false>;
-using Float8E4M3 = Minifloat<std::uint8_t, 4, 3, 0x7e, 0x7f, true>;
-using Float8E5M2 = Minifloat<std::uint8_t, 5, 2, 0x7b, 0x7e, true>;
+using Float8E4M3 = Minifloat<std::uint8_t, 4, 3, 0x7e, 0x7f>;
+using Float8E5M2 = Minifloat<std::uint8_t, 5, 2, 0x7b, 0x7e>;
 
 }  // namespace trlow_host

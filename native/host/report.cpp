@@ -23,7 +23,7 @@ const CodeName kCuda[] = {
     CODE(cudaSuccess, "no error"),
     CODE(cudaErrorInvalidValue, "invalid argument"),
     CODE(cudaErrorMemoryAllocation, "out of memory"),
-    CODE(cudaErrorInitializationError, "initialization error (the host device does not survive fork)"),
+    CODE(cudaErrorInitializationError, "initialization error: the host device was used before fork"),
     CODE(cudaErrorInvalidConfiguration, "invalid configuration argument"),
     CODE(cudaErrorInvalidDevicePointer, "invalid device pointer"),
     CODE(cudaErrorInvalidMemcpyDirection, "invalid copy direction"),

@@ -7,6 +7,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 #include <thread>
 
@@ -200,9 +201,11 @@ static bool may_take() {
 
 // Not noexcept and without catch-all: Python ends a thread that comes back from a callback after
 // finalisation by unwinding it.
-extern "C" void* trlow_host_worker(void* argument) {
+extern "C" {
+static void* work_for_ever(void* argument) {
     const int number = static_cast<int>(reinterpret_cast<std::intptr_t>(argument));
     State& s = state();
+    std::fesetenv(FE_DFL_ENV);  // a thread inherits the rounding that its maker may have changed
     Lock lock(s.mutex);
     while (number < s.workers) {
         if (may_take()) {
@@ -222,6 +225,7 @@ extern "C" void* trlow_host_worker(void* argument) {
     --s.started;
     return nullptr;
 }
+}  // extern "C"
 
 // Detached, with every signal blocked: Ctrl-C belongs to the main thread.
 void start_workers() {
@@ -235,7 +239,7 @@ void start_workers() {
         pthread_sigmask(SIG_SETMASK, &all, &before);
         pthread_t thread;
         void* number = reinterpret_cast<void*>(static_cast<std::intptr_t>(s.started));
-        const int error = pthread_create(&thread, nullptr, trlow_host_worker, number);
+        const int error = pthread_create(&thread, nullptr, work_for_ever, number);
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         if (error != 0) {
             if (s.started > 0) return;  // fewer workers do the same work

@@ -1,8 +1,9 @@
-"""A small machine of host devices for each test, and the proof that the test left nothing behind."""
+"""A machine of four host devices for each test, and the proof that the test left nothing behind."""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_float, c_int, c_size_t, c_void_p
@@ -144,9 +145,7 @@ class Machine:
         pointers = (c_void_p * len(words))(*(ctypes.addressof(word) for word in words))
         function = self.function(name, device, mode)
         with self.on(device):
-            self.driver.cuLaunchKernel(
-                function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None
-            )
+            self.driver.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None)
 
     def scale(self, stream: int, address: int, factor: int, count: int, device: int = 0) -> None:
         self.launch(stream, "scale_f32", address, factor, count, device=device)
@@ -195,8 +194,11 @@ class Machine:
 
 
 @pytest.fixture(scope="session")
-def libraries() -> host.HostLibraries:
-    return host.load()
+def libraries(tmp_path_factory) -> host.HostLibraries:
+    """A copy of the library, so that these tests share no device with any other test."""
+    copy = tmp_path_factory.mktemp("host_device") / "libtrlow_host.so"
+    shutil.copy(host.DEFAULT_PATH, copy)
+    return host.load(str(copy))
 
 
 @pytest.fixture

@@ -52,28 +52,29 @@ def test_cxx_is_honoured(tmp_path):
 
 def test_a_definition_that_differs_from_its_prototype_does_not_compile(build, tmp_path):
     (tmp_path / "prototypes.h").write_text(build.prototypes_header())
-    program = '#include "prototypes.h"\nextern "C" cudaError_t cudaFree({}) {{ return cudaSuccess; }}'
     codes = []
-    for parameter in ("void*", "unsigned long"):
+    for definition in (
+        "cudaError_t cudaSetDevice(int)",
+        "int cudaSetDevice(int)",
+        "cudaError_t cudaSetDevice(long)",
+        "cudaError_t cudaSetDevise(int)",  # a name that no prototype has
+    ):
         source = tmp_path / "definition.cpp"
-        # another result for other arguments: C linkage makes it a conflict, not an overload
-        text = program.format(parameter)
-        if parameter != "void*":
-            text += '\nextern "C" int cudaSetDevice(int) { return 0; }'
-        source.write_text(text)
-        command = [*build.find_compiler(), "-std=c++17", f"-I{tmp_path}", "-fsyntax-only", source]
+        source.write_text(f'#include "prototypes.h"\nextern "C" {definition} {{ return {{}}; }}')
+        command = [*build.find_compiler(), *build.COMMON, *build.WARNINGS, *build.HOST]
+        command += [f"-I{tmp_path}", "-fsyntax-only", source]
         codes.append(subprocess.run(command, capture_output=True).returncode)
-    assert codes == [0, 1]
+    assert codes == [0, 1, 1, 1]
 
 
 def test_a_second_build_compiles_nothing(build, tmp_path, monkeypatch):
     library = ROOT / "trlow" / "_native" / "libtrlow_host.so"
-    build.build()
+    build.build(strict=True)
     before = library.stat().st_mtime_ns
     commands = []
     run = build.run
     monkeypatch.setattr(build, "run", lambda command: commands.append(command) or run(command))
-    build.build()
+    build.build(strict=True)
     assert library.stat().st_mtime_ns == before
     assert [command[-1] for command in commands] == ["--version"]
 
@@ -83,9 +84,7 @@ def runtime_is_there(build, flags, tmp_path):
     source.write_text("int main() { return 0; }")
     program = tmp_path / "probe"
     compiler = build.find_compiler()
-    made = subprocess.run(
-        [*compiler, *flags, source, "-o", program], capture_output=True
-    )
+    made = subprocess.run([*compiler, *flags, source, "-o", program], capture_output=True)
     return made.returncode == 0 and subprocess.run([program]).returncode == 0
 
 
@@ -95,7 +94,9 @@ def test_capture_and_replay_on_four_ranks_are_clean(build, tmp_path, sanitizer):
     flags = build.SANITIZERS[sanitizer]
     if not runtime_is_there(build, flags, tmp_path):
         pytest.skip(f"the compiler has no working runtime of {flags[0]}")
-    library = build.build(ROOT / "build" / "native" / sanitizer / "lib", sanitize=sanitizer)
+    library = build.build(
+        ROOT / "build" / "native" / sanitizer / "lib", sanitize=sanitizer, strict=True
+    )
     program = tmp_path / "four_ranks"
     source = Path(__file__).with_name("four_ranks.cpp")
     headers = ROOT / "build" / "native" / sanitizer

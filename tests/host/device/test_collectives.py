@@ -126,9 +126,7 @@ def fp8_values(exponent_bits, mantissa_bits, infinities):
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(E4M3, (4, 3, False)), (E5M2, (5, 2, True))], ids=["e4m3", "e5m2"]
 )
-def test_fp8_keeps_every_value_rounds_to_nearest_even_and_saturates(
-    machine, ranks, dtype, shape
-):
+def test_fp8_keeps_every_value_rounds_to_nearest_even_and_saturates(machine, ranks, dtype, shape):
     values = fp8_values(*shape)
     patterns = np.arange(256, dtype=np.uint8)
     nothing = np.zeros(256, np.uint8)

@@ -206,7 +206,9 @@ def test_a_missing_launch_is_recovered_by_abort_once_the_graphs_are_destroyed(ma
     codes = {}
     helpers = [
         threading.Thread(
-            target=lambda r=rank: codes.update({r: machine.code(machine.nccl.ncclCommAbort, comms[r])})
+            target=lambda r=rank: codes.update(
+                {r: machine.code(machine.nccl.ncclCommAbort, comms[r])}
+            )
         )
         for rank in range(4)
     ]

@@ -81,7 +81,9 @@ def test_collectives_and_order_in_a_stream_do_not_depend_on_the_seed(machine):
         for _ in range(50):
             for rank in range(4):
                 machine.all_reduce(rank, arrays[rank][0], 1, comms, streams, op=4)
-                machine.cudart.cudaMemcpyAsync(arrays[rank][0], arrays[rank][0], 4, 3, streams[rank])
+                machine.cudart.cudaMemcpyAsync(
+                    arrays[rank][0], arrays[rank][0], 4, 3, streams[rank]
+                )
         machine.sync(*streams)
         assert len({view[0] for _, view in arrays}) == 1
 
@@ -112,9 +114,7 @@ def test_kernels_run_as_blocks_of_fibers(machine, seed):
     factor, _ = machine.array([3.0], np.float32)
     for grid, block in ((1, 1), (3, 64), (40, 256)):
         view[:] = np.arange(1000)
-        machine.launch(
-            stream, "scale_f32", address, factor, 1000, mode=1, grid=grid, block=block
-        )
+        machine.launch(stream, "scale_f32", address, factor, 1000, mode=1, grid=grid, block=block)
         machine.sync(stream)
         assert (view == 3 * np.arange(1000)).all()
 
