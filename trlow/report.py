@@ -81,6 +81,7 @@ def run_report(
             "launches_per_step": replay.calls.per_step("cudaGraphLaunch"),
             "host_syncs_per_step": replay.calls.per_step(*DRAINS),
         },
+        "mean_strategy": dict(compiled.means),
         "epochs": [_epoch(epoch) for epoch in epochs],
         "weights_digest": list(weights_digest),
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 from trlow.errors import SettingsError
 from trlow.nn.compiler import OPTIMIZERS
+from trlow.range_op import MEAN_STRATEGIES
 
 SCHEDULES = ("constant", "cosine")
 REPLAY_MODES = ("fused", "staged")
@@ -57,7 +58,8 @@ class Training:
     """How to train. Raises SettingsError for values that have no meaning.
 
     `weight_decay` is L2, on convolutions and fully connected weights alone; `warmup_epochs` count
-    within the epochs of a fit.
+    within the epochs of a fit; `mean_strategy` is that of `range_op.mean_all_reduce`, for every
+    bucket.
     """
 
     lr: float = 0.2
@@ -67,6 +69,7 @@ class Training:
     momentum: float = 0.9
     weight_decay: float = 0.0
     replay: str = "fused"
+    mean_strategy: str = "deferred"
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -77,6 +80,7 @@ class Training:
         for name, value, known in (
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("replay", self.replay, REPLAY_MODES),
+            ("mean_strategy", self.mean_strategy, MEAN_STRATEGIES),
         ):
             if value not in known:
                 raise SettingsError(f"{name} {value!r}: known are {', '.join(known)}")

@@ -135,6 +135,7 @@ class Task:
             optimizer=self.training.optimizer,
             frozen=self.frozen,
             table=self.table,
+            mean_strategy=self.training.mean_strategy,
         )
         self._runtime = Runtime(self.settings, compiled.plan, platform=platform)
         try:
@@ -248,7 +249,7 @@ class Task:
         return {
             "mu": self.training.momentum,
             "weight_decay": self.training.weight_decay,
-            "grad_scale": 1.0 / self.compiled.world_size,
+            "grad_scale": self.compiled.mean_scale,
             "inv_world": 1.0 / self.compiled.world_size,
             "metric_scale": metric_scale,
             "bn_momentum": norm.momentum,
@@ -277,7 +278,7 @@ class Task:
             ),
             world_size,
             self.compiled.network.local_batch,
-            self._scalars(metric_scale=1.0 / world_size),
+            self._scalars(metric_scale=self.compiled.mean_scale),
             tuple(schedule.rate(index * steps + step) for step in range(steps)),
             first,
         )
@@ -287,7 +288,7 @@ class Task:
             steps, batches.fill, first_step=first, audit=not self.history, progress=tick
         )
         arena = self.runtime.arenas[0]
-        rows = float(arena.copy_out("accumulated_rows")[0]) * world_size
+        rows = float(arena.copy_out("accumulated_rows")[0]) / self.compiled.mean_scale
         taken = round(rows / self.compiled.network.local_batch)
         if taken == 0:
             raise TrlowError(

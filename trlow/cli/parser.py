@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from trlow.cli import doctor, plan, train
 from trlow.nn.models import MODELS
+from trlow.range_op import MEAN_STRATEGIES
 
 EPILOG = """\
 exit codes: 0 done, 1 failed while running, 2 asked for what cannot be, 70 hung beyond recovery,
@@ -121,6 +122,13 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         choices=("fused", "staged"),
         default="fused",
         help="one graph per step, or one graph per stage ordered by events",
+    )
+    training.add_argument(
+        "--mean-strategy",
+        choices=MEAN_STRATEGIES,
+        default="deferred",
+        help="how gradients become their mean over ranks: 1/N left to the optimizer's update, a "
+        "scale after the sum, NCCL's average, or a premultiplied sum",
     )
     training.add_argument(
         "--report",

@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         schedule=arguments.schedule,
         optimizer=arguments.optimizer,
         replay=arguments.replay,
+        mean_strategy=arguments.mean_strategy,
     )
     model = MODELS[arguments.model](train.classes)
     task = Task(settings, model, train, validation, training=training, name=arguments.model)

@@ -2,10 +2,11 @@
 
 The plan and the programs are data, the same for every rank; nothing here knows a device.
 Conventions that the numbers in the input slots keep: a rank's gradient is the mean over its
-nominal batch, ranks are summed, so `grad_scale` is 1/N. In training `metric_scale` is 1/N as
-well, so that the accumulated metrics are sums over steps of batch means, and `rows` adds up
-beside them, over the steps that were not skipped, to rows / N. In validation `metric_scale` is
-the nominal batch, so that they are sums over real rows.
+nominal batch, and `grad_scale` is what the buckets' mean strategy leaves undone: 1/N for
+"deferred", 1 for the others. In training `metric_scale` is the same, for the metrics ride in a
+bucket: so the accumulated metrics are sums over steps of batch means, and `rows` adds up beside
+them, over the steps that were not skipped, to rows * `metric_scale`. In validation `metric_scale`
+is the nominal batch, so that they are sums over real rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trlow.nn.placement import SKIP, has_deep_fc, place
 from trlow.nn.stages import Recipe, training_stages, validation_stages
 from trlow.plan import MemoryPlan
 from trlow.program import Program, Stage, Stream
-from trlow.range_op import bn_inference, broadcast, clear, sum_all_reduce
+from trlow.range_op import MEAN_STRATEGIES, bn_inference, broadcast, clear, sum_all_reduce
 from trlow.region import CNN_TABLE, RegionTable
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov")
@@ -41,6 +42,7 @@ class Compiled:
     optimizer: str
     plan: MemoryPlan
     programs: Mapping[str, Program]
+    means: Mapping[str, str]  # each bucket's stage -> its mean strategy
     inputs: tuple[str, ...] = INPUTS
     scalars: tuple[str, ...] = SCALARS
 
@@ -53,6 +55,11 @@ class Compiled:
     def n_parameters(self) -> int:
         """Number of trained and frozen numbers, running statistics apart."""
         return sum(math.prod(p.shape) for p in self.parameters)
+
+    @property
+    def mean_scale(self) -> float:
+        """What the mean strategy leaves undone of the division by the number of ranks."""
+        return 1.0 / self.world_size if "deferred" in self.means.values() else 1.0
 
     @property
     def classes(self) -> int:
@@ -70,8 +77,11 @@ def compile_model(
     variants: Collection[Variant] = (),
     frozen: Collection[int] = (),
     table: RegionTable = CNN_TABLE,
+    mean_strategy: str | Mapping[str, str] = "deferred",
 ) -> Compiled:
     """Plan and programs for one model.
+
+    `mean_strategy` is one for every bucket, or one for each bucket by the name of its stage.
 
     `input_shape` is (height, width, channels) of one row, `local_batch` the rows of one rank's
     step, `frozen` the indices of layers that are not trained. Raises ModelError, before anything is
@@ -90,10 +100,32 @@ def compile_model(
         deep_fc=has_deep_fc(table),
     )
     plan = place(network, table, moments=optimizer != "sgd")
-    recipe = Recipe(network, plan, world_size, optimizer)
+    means = _means(plan, mean_strategy)
+    recipe = Recipe(network, plan, world_size, optimizer, means)
     _check_buckets(recipe)
     programs = {program.name: program for program in _programs(recipe) if any(program.phases)}
-    return Compiled(network, world_size, optimizer, plan, MappingProxyType(programs))
+    return Compiled(network, world_size, optimizer, plan, MappingProxyType(programs), means)
+
+
+def _means(plan: MemoryPlan, chosen: str | Mapping[str, str]) -> Mapping[str, str]:
+    """Each bucket's strategy; all divide or none does, for `grad_scale` is one number."""
+    stages = [bucket.stage for bucket in plan.buckets()]
+    means = dict.fromkeys(stages, chosen) if isinstance(chosen, str) else dict(chosen)
+    for stage, strategy in means.items():
+        if strategy not in MEAN_STRATEGIES or stage not in stages:
+            raise ModelError(
+                f"mean strategy {strategy!r} of {stage!r}: known are {', '.join(MEAN_STRATEGIES)} "
+                f"for {', '.join(stages)}"
+            )
+    missing = [stage for stage in stages if stage not in means]
+    if missing:
+        raise ModelError(f"no mean strategy for {', '.join(missing)}: give each bucket one")
+    if "deferred" in means.values() and len(set(means.values())) > 1:
+        raise ModelError(
+            f"mean strategies {means}: 'deferred' leaves the division to grad_scale, which is one "
+            "number for all buckets; use it for all of them or for none"
+        )
+    return MappingProxyType(means)
 
 
 def _programs(recipe: Recipe) -> list[Program]:

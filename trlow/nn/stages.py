@@ -7,7 +7,8 @@ backward when that layer is frozen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trlow.nn.backward import backward
 from trlow.nn.forward import View, forward, loss
@@ -22,8 +23,8 @@ from trlow.range_op import (
     clear,
     copy_unless,
     feed_copy,
+    mean_all_reduce,
     nan_check,
-    sum_all_reduce,
     update,
 )
 
@@ -38,6 +39,11 @@ class Recipe:
     plan: MemoryPlan
     world_size: int
     optimizer: str
+    means: Mapping[str, str] = field(default_factory=dict)  # bucket's stage -> mean strategy
+
+    def mean_of(self, stage: str) -> str:
+        """How the bucket of a stage becomes its mean over ranks."""
+        return self.means.get(stage, "deferred")
 
     @property
     def moments(self) -> bool:
@@ -60,7 +66,7 @@ def training_stages(recipe: Recipe, slot: str, variant: str | None) -> tuple[Sta
         Stage("FIRST_FWD", Stream.COMP_1, forward(view, first, training=True)),
         Stage("DEEP_FWD_BWD", Stream.COMP_1, deep_ops),
         Stage("FIRST_BWD", Stream.COMP_1, backward(view, first)),
-        *_gradient_communication(recipe),
+        *_gradient_communication(view, recipe),
         Stage("NAN_CHECK", Stream.UPDATE, (nan_check(skip, *_trained_ranges(recipe)),)),
         Stage("ACCUM_METRICS", Stream.UPDATE, metrics),
         *_statistics(view, recipe),
@@ -89,12 +95,17 @@ def transfer(recipe: Recipe, slot: str) -> Stage:
     return Stage(f"XFER_{other}", Stream.TRANS, (feed_copy(other, span),))
 
 
-def _gradient_communication(recipe: Recipe) -> tuple[Stage, ...]:
-    """One stage a bucket, in order of readiness; a sum, for grad_scale holds the mean's 1/N."""
+def _gradient_communication(view: View, recipe: Recipe) -> tuple[Stage, ...]:
+    """One stage a bucket, in order of readiness; grad_scale holds what its strategy leaves."""
     if recipe.world_size == 1:
         return ()
+    factor = view.range("inv_world")
     return tuple(
-        Stage(bucket.stage, Stream.UPDATE, (sum_all_reduce(bucket.range),))
+        Stage(
+            bucket.stage,
+            Stream.UPDATE,
+            (mean_all_reduce(bucket.range, factor=factor, strategy=recipe.mean_of(bucket.stage)),),
+        )
         for bucket in recipe.plan.buckets(recipe.network.frozen_gradients)
     )
 

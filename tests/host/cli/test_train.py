@@ -13,12 +13,14 @@ import time
 import pytest
 
 from trlow import data
+from trlow.range_op import MEAN_STRATEGIES
 from trlow.report import Epoch
 from trlow.task import Task
 
 REPORT_KEYS = [
     "trlow", "device", "libraries", "world_size", "global_batch_size", "local_batch_size",
-    "dropped_rows", "seed", "model", "parameters", "plan", "replay", "epochs", "weights_digest",
+    "dropped_rows", "seed", "model", "parameters", "plan", "replay", "mean_strategy",
+    "epochs", "weights_digest",
 ]  # fmt: skip
 QUICK = ("train", "--device", "host", "--model", "mlp", "--epochs", 1)
 
@@ -73,6 +75,16 @@ def test_staged_launches_more_and_ends_with_the_same_weights(trlow, tmp_path):
     assert staged["replay"]["launches_per_step"] > 1
     assert staged["replay"]["host_syncs_per_step"] == 0
     assert staged["weights_digest"] == fused["weights_digest"]
+
+
+@pytest.mark.parametrize("strategy", MEAN_STRATEGIES)
+def test_every_mean_strategy_ends_with_the_same_weights_on_two_ranks(trlow, tmp_path, strategy):
+    report = train(trlow, tmp_path / "report.json", "--ranks", 2, "--mean-strategy", strategy)
+    assert report["mean_strategy"] == dict.fromkeys(("DEEP_COMM", "FIRST_COMM"), strategy)
+    default = train(trlow, tmp_path / "default.json", "--ranks", 2)
+    assert set(default["mean_strategy"].values()) == {"deferred"}
+    assert report["weights_digest"] == default["weights_digest"]
+    assert report["epochs"][0]["train_loss"] == default["epochs"][0]["train_loss"]
 
 
 def test_a_seed_gives_the_same_bytes_again_and_another_seed_others(trlow, tmp_path):
