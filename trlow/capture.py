@@ -13,8 +13,9 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trlow.enqueue import NOT_CAPTURING, enqueue_phase, enqueue_stage, groups_of, stage_failure
+from trlow.enqueue import enqueue_phase, enqueue_stage, groups_of, stage_failure
 from trlow.errors import CaptureError, ForeignError
+from trlow.nodes import is_capturing
 from trlow.program import Stream
 from trlow.range_op import FeedCopy, Launch
 
@@ -154,10 +155,9 @@ def _abandon(rank: Rank, stream: int) -> None:
     """
     cudart = rank.platform.cudart
     for _ in range(2):
-        graph, status = c_void_p(), c_int()
+        graph = c_void_p()
         try:
-            cudart.cudaStreamIsCapturing(stream, byref(status))
-            if status.value == NOT_CAPTURING:
+            if not is_capturing(rank.platform, stream):
                 return
             cudart.cudaStreamEndCapture(stream, byref(graph))
         except ForeignError:

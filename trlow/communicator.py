@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # ncclRedOp_t of nccl.h; "premulsum" is made per communicator, see _premulsum
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 SCALAR_ON_DEVICE = 0  # ncclScalarDevice: the factor is read when the collective runs
+QUIET = (0, 7)  # ncclSuccess, ncclInProgress
 FLOAT32 = 7  # ncclFloat32; any type will do for a call that must be refused
 
 
@@ -120,6 +121,21 @@ class Communicators:
         """What NCCL said last; it may speak of an earlier failure, so never decide by it."""
         text: bytes = self._nccl.ncclGetLastError(None)
         return text.decode(errors="replace").strip()
+
+    def async_errors(self) -> dict[int, str]:
+        """The asynchronous error of each rank that has one. Does not wait."""
+        found = {}
+        for rank, handle in enumerate(self.handles):
+            code = c_int()
+            try:
+                self._nccl.ncclCommGetAsyncError(handle, byref(code))
+            except ForeignError as error:
+                found[rank] = str(error)
+                continue
+            if code.value not in QUIET:
+                text: bytes = self._nccl.ncclGetErrorString(code.value)
+                found[rank] = text.decode(errors="replace")
+        return found
 
     @property
     def aborting(self) -> bool:

@@ -8,7 +8,7 @@ takes a stream or an event leaves the caller's current device as it was.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_void_p
+from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING
 
 from trlow.binding import cudart as cudart_binding
@@ -209,6 +209,11 @@ class Pinned:
         pointer = c_void_p()
         platform.cudart.cudaHostAlloc(byref(pointer), max(nbytes, 1), 0)
         self.address: int = pointer.value or 0
+
+    @property
+    def bytes(self) -> memoryview:
+        """The memory itself; not to be used after ``close``."""
+        return memoryview((c_char * self.nbytes).from_address(self.address)).cast("B")
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""

@@ -9,12 +9,12 @@ enqueued before it.
 from __future__ import annotations
 
 import threading
-from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trlow.communicator import Call
 from trlow.errors import CaptureError, ForeignError, RankError, TrlowError
+from trlow.nodes import add_child, is_capturing
 from trlow.program import Stream
 from trlow.range_op import Collective, FeedCopy, Launch
 from trlow.ranks import PeerFailedError
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from trlow.device import Events, Platform, Streams
     from trlow.feed import Feed
     from trlow.kernel import Kernels
+    from trlow.marks import Tracer, Watch
     from trlow.program import Program, Stage
     from trlow.ranks import Status
 
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
-NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone
-SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
 @dataclass(slots=True)
@@ -49,7 +48,14 @@ class Rank:
     kernels: Kernels
     feed: Feed
     arena: Arena
+    watch: Watch | None = None  # beats around collectives, in captures
+    tracer: Tracer | None = None  # stamps around stages, while a program is captured for a trace
     children: dict[int, int] = field(default_factory=dict)  # external cudaGraph_t -> its exec
+
+    def mark(self, name: str, stream: int) -> None:
+        """Leave a beat at this place of a capture, if anybody watches."""
+        if self.watch is not None:
+            self.watch.mark(name, stream)
 
     def launch(self, action: Launch, stream: int) -> None:
         """Enqueue one kernel with ranges as addresses."""
@@ -172,7 +178,9 @@ def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> No
         if isinstance(action, Collective):
             rank.status.op = action.kind
             if rendezvous is not None:
+                rank.mark(f"before {stage.name}", stream)
                 rendezvous.meet()
+                rank.mark(f"after {stage.name}", stream)
         elif isinstance(action, Launch):
             rank.status.op = action.kernel
             rank.launch(action, stream)
@@ -193,41 +201,16 @@ def _enqueue_external(rank: Rank, stage: Stage, stream: int) -> None:
         external.body(rank.index, stream)  # type: ignore[operator]
         return
     graph: int = external.body[rank.index]  # type: ignore[index]
-    status = c_int()
-    rank.platform.cudart.cudaStreamIsCapturing(stream, byref(status))
-    if status.value == NOT_CAPTURING:
-        rank.platform.cudart.cudaGraphLaunch(rank.children[graph], stream)
+    if is_capturing(rank.platform, stream):
+        add_child(rank.platform, stream, graph)
     else:
-        _capture_child(rank, graph, stream)
-
-
-def _capture_child(rank: Rank, graph: int, stream: int) -> None:
-    """Put ``graph`` into the capture of ``stream`` as a child graph node.
-
-    CUDA refuses to capture a launch (900), so the node is added by hand behind the stream's last
-    nodes and becomes the only one that the next depends on. Nodes behind edges with ports cannot
-    be asked for without their edge data; the driver then says CUDA_ERROR_LOSSY_QUERY.
-    """
-    status, identity, count = c_int(), c_uint64(), c_size_t()
-    parent, node, last = c_void_p(), c_void_p(), POINTER(c_void_p)()
-    rank.platform.driver.cuStreamGetCaptureInfo_v3(
-        stream,
-        byref(status),
-        byref(identity),
-        byref(parent),
-        byref(last),
-        None,
-        byref(count),
-    )
-    rank.platform.cudart.cudaGraphAddChildGraphNode(byref(node), parent, last, count.value, graph)
-    rank.platform.driver.cuStreamUpdateCaptureDependencies_v2(
-        stream, byref(node), None, 1, SET_DEPENDENCIES
-    )
+        rank.platform.cudart.cudaGraphLaunch(rank.children[graph], stream)
 
 
 def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvous | None) -> None:
     """Enqueue one step: fork from UPDATE, every stage behind its edges, join UPDATE."""
     stages = program.phases[phase]
+    first_place = sum(len(before) for before in program.phases[:phase])
     edges = [edge for edge in program.edges() if edge.distance == 0 and edge.src[0] == phase]
     sources = {edge.src[1] for edge in edges}
     update = rank.streams[Stream.UPDATE]
@@ -241,12 +224,20 @@ def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvo
         for edge in edges:
             if edge.dst[1] == index:
                 rank.wait(stream, ("stage", edge.src[1]))
+        tracer = rank.tracer
+        if tracer is not None:
+            tracer.stamp(first_place + index, 0, stream)
         enqueue_stage(rank, stage, rendezvous)
+        if tracer is not None:
+            tracer.stamp(first_place + index, 1, stream)
         if index in sources:
             rank.record(("stage", index), stream)
     for other in used:
         rank.record(("join", other), rank.streams[other])
         rank.wait(update, ("join", other))
+    rank.mark(f"end of {program.name}", update)
+    if rank.tracer is not None:
+        rank.tracer.next_row(update)
 
 
 def stage_failure(rank: Rank, error: BaseException) -> BaseException:

@@ -166,13 +166,15 @@ class RankError(TrlowError):
         step: int | None,
         stage: str | None,
         peers: str = "",
+        report: str = "",
     ) -> None:
-        """`peers` says in words what the other ranks were doing."""
+        """`peers` says in words what the other ranks were doing, `report` in lines of a table."""
         self.message = message
         self.rank = rank
         self.step = step
         self.stage = stage
         self.peers = peers
+        self.report = report
         text = _with_facts(message, ("rank", rank), ("step", step), ("stage", stage))
         super().__init__(f"{text}; peers: {peers}" if peers else text)
 

@@ -7,7 +7,6 @@ copy fills the device's twin. A DTensor "a.label" of slot A and "b.label" of slo
 
 from __future__ import annotations
 
-from ctypes import c_char
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,18 +62,19 @@ class Feed:
         if letter not in self._pinned:
             pinned = Pinned(self._platform, span.nbytes)
             self._pinned[letter] = span, pinned
-            np.frombuffer(_bytes_at(pinned.address, span.nbytes), np.uint8)[:] = 0
+            np.frombuffer(pinned.bytes, np.uint8)[:] = 0
         known, pinned = self._pinned[letter]
         if known != span:
             message = f"slot {letter} holds {known.first}..{known.last}, asked for {span}"
             raise UsageError(message)
         if (letter, variant) not in self._slots:
-            views = self._views(pinned.address, span, variant)
+            views = self._views(pinned.bytes, span, variant)
             self._slots[letter, variant] = FeedSlot(letter, views)
         return self._slots[letter, variant]
 
-    def _views(self, address: int, span: Range, variant: str | None) -> dict[str, NDArray[Any]]:
-        whole = _bytes_at(address, span.nbytes)
+    def _views(
+        self, whole: memoryview, span: Range, variant: str | None
+    ) -> dict[str, NDArray[Any]]:
         views: dict[str, NDArray[Any]] = {}
         for stored in self._plan.tensors:
             if not span.offset <= stored.offset < span.end:
@@ -99,7 +99,3 @@ class Feed:
         while self._pinned:
             _, (_, pinned) = self._pinned.popitem()
             pinned.close()
-
-
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    return memoryview((c_char * nbytes).from_address(address)).cast("B")

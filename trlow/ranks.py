@@ -98,6 +98,11 @@ class Worker:
         return job
 
     @property
+    def ident(self) -> int:
+        """Python's identifier of the thread."""
+        return self._thread.ident or 0
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs on this worker's thread."""
         return threading.current_thread() is self._thread
@@ -127,6 +132,12 @@ class Ranks:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def threads(self) -> list[tuple[str, int]]:
+        """(name, identifier) of every thread."""
+        named = [(f"rank {rank}", worker.ident) for rank, worker in enumerate(self.workers)]
+        return [*named, ("coordinator", self.coordinator.ident)]
 
     def submit(self, function: Callable[[int], Any]) -> list[Job]:
         """Run ``function(rank)`` on every rank's thread."""

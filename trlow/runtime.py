@@ -61,7 +61,14 @@ class Runtime:
         self._staged = [capturing.Graphs() for _ in devices]
         self._replays: list[Replay] = []
         self._warmed: set[tuple[int, Program]] = set()
-        self._team = Team(self.platform, plan, devices, settings.deadline_s, self._destroy_graphs)
+        self._team = Team(
+            self.platform,
+            plan,
+            devices,
+            settings.deadline_s,
+            self._destroy_graphs,
+            watched=settings.watch,
+        )
         ranks = self._team.ranks
         self._forgotten = weakref.finalize(
             self, _warn_forgotten, (*ranks.workers, ranks.coordinator)
@@ -100,6 +107,9 @@ class Runtime:
     ) -> Replay:
         """Warm up and capture ``program`` on all ranks; every graph is uploaded on return.
 
+        Warming leaves persistent regions as they were; ranges that collectives write elsewhere
+        (gradients) hold the sums of the warm-up afterwards, so fill them after this call.
+
         ``mode`` is "fused" (one graph a step) or "staged" (one graph a stage; equal stages of all
         programs share theirs). ``variant`` chooses the shapes of the inputs. Raises
         ``CaptureError`` or ``RankError`` with nothing left behind.
@@ -107,7 +117,7 @@ class Runtime:
         if mode not in MODES:
             message = f"mode must be one of {', '.join(MODES)}, got {mode!r}"
             raise UsageError(message)
-        self._prepare(program)
+        self._prepare(program, keep_all=False)
         slots = self._slots(program, variant)
         sections = capturing.sections_of(program, mode)
         if mode == "staged":
@@ -155,7 +165,7 @@ class Runtime:
             shared.take(new)
         return self._staged
 
-    def _prepare(self, program: Program) -> None:
+    def _prepare(self, program: Program, *, keep_all: bool) -> None:
         """Communicators there, external graphs adopted, and the program warm."""
         team = self._team
         team.check_usable()
@@ -163,12 +173,12 @@ class Runtime:
         if (team.generation, program) in self._warmed:
             return
         team.together(lambda rank: capturing.adopt_children(rank, program), abort=False)
-        team.together(lambda rank: warmup.warm_compute(rank, program))
+        team.together(lambda rank: warmup.warm_compute(rank, program, keep_all=keep_all))
         stages = warmup.collective_stages(program)
         if self.world_size > 1 and stages:
             rendezvous = team.rendezvous(groups_of(stages, self.world_size))
             team.together(
-                lambda rank: warmup.warm_collectives(rank, stages, rendezvous),
+                lambda rank: warmup.warm_collectives(rank, stages, rendezvous, keep_all=keep_all),
                 rendezvous=rendezvous,
             )
         self._warmed.add((team.generation, program))
@@ -204,8 +214,12 @@ class Runtime:
         *,
         variant: str | None = None,
     ) -> None:
-        """Run ``program`` without graphs, one drained step after another. Raises ``RankError``."""
-        self._prepare(program)
+        """Run ``program`` without graphs, one drained step after another.
+
+        The reference that a replay is compared with; nothing but the steps shows in the arenas.
+        Raises ``RankError``.
+        """
+        self._prepare(program, keep_all=True)
         slots = self._slots(program, variant)
         team = self._team
         for step in range(steps):
@@ -224,6 +238,8 @@ class Runtime:
         for graphs in [*(made[rank.index] for made in self._graphs), self._staged[rank.index]]:
             graphs.close(rank)
         capturing.release_children(rank)
+        if rank.watch is not None:
+            rank.watch.forget()
 
     def close(self) -> None:
         """Give everything back, in order. A second call does nothing; a first error is raised."""

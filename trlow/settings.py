@@ -1,19 +1,22 @@
 """Settings: what a run is asked to do, checked before anything is allocated.
 
 This is the one reader of the environment. Each field may come from a variable named TRLOW_ and the
-field's name in capitals (TRLOW_GPUS, TRLOW_DEADLINE_S); an empty one counts as unset.
+field's name in capitals (TRLOW_GPUS, TRLOW_DEADLINE_S); an empty one counts as unset. What trlow
+has to tell NCCL in the environment is written here too.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 from typing import Any
 
 from trlow.errors import SettingsError
 
-__all__ = ["Settings", "parse_gpus", "variables_in_effect"]
+__all__ = ["Settings", "parse_gpus", "set_variables", "variables_in_effect"]
 
 _DEVICES = ("auto", "host", "cuda")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -29,10 +32,13 @@ class Settings:
     global_batch_size: int | None = None  # rows of one step over all ranks
     seed: int = 0
     deadline_s: float = 60.0  # seconds a step may make no progress
+    watch: bool = True  # graphs tell how far they are, so that a hang on the device is noticed
     nccl_library: str | None = None  # paths; None: look for them
     cudart_library: str | None = None
     driver_library: str | None = None
     host_library: str | None = None
+    kernel_cache: str | None = None  # folder of compiled kernels; None: the user's cache; "off"
+    loopback_only: bool = False  # NCCL listens on the loopback interface alone
     host_devices: int = 4  # devices that the host device shows
     host_workers: int = 0  # its threads; 0: one for each core
     host_schedule_seed: int = 0  # 0: work starts in the order issued; else that order is shuffled
@@ -49,6 +55,7 @@ class Settings:
         _check_int("host devices", self.host_devices, 1, 2**31 - 1)
         _check_int("host workers", self.host_workers, 0, 2**31 - 1)
         _check_int("host schedule seed", self.host_schedule_seed, 0, 2**64 - 1)
+        _check_cache(self.kernel_cache)
         deadline: object = self.deadline_s
         if (
             isinstance(deadline, bool)
@@ -69,6 +76,20 @@ class Settings:
             if text and field.name not in overrides:
                 values[field.name] = _convert(variable, text, str(field.type))
         return cls(**values, **overrides)
+
+    @property
+    def kernel_cache_folder(self) -> str | None:
+        """Where compiled kernels are kept: trlow/kernels in the user's cache; None when off.
+
+        The user's cache is XDG_CACHE_HOME, or else .cache in the home folder. Without either, or
+        where they are no absolute paths, nothing is kept.
+        """
+        if self.kernel_cache is not None:
+            return None if self.kernel_cache == "off" else self.kernel_cache
+        base = PurePath(os.environ.get("XDG_CACHE_HOME", ""))
+        if not base.is_absolute():  # the XDG specification: a relative one is ignored
+            base = PurePath(os.environ.get("HOME", ""), ".cache")
+        return str(base / "trlow" / "kernels") if base.is_absolute() else None
 
     def devices(self, count: int) -> tuple[int, ...]:
         """Return the device of each rank on a machine with `count` devices.
@@ -139,6 +160,11 @@ def variables_in_effect() -> dict[str, str]:
     }
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """Put variables into this process's environment, for libraries that read nothing else."""
+    os.environ.update(values)
+
+
 _MOST_DEVICES = 4096
 
 
@@ -162,6 +188,13 @@ def _check_int(what: str, value: object, least: int, most: int | None = None) ->
     limit = f"at least {least}" if most is None else f"from {least} to {most}"
     if type(value) is not int or value < least or (most is not None and value > most):
         raise SettingsError(f"{what} {value!r} must be an int, {limit}")
+
+
+def _check_cache(folder: object) -> None:
+    if folder is None or folder == "off":
+        return
+    if not isinstance(folder, str) or not PurePath(folder).is_absolute():
+        raise SettingsError(f'kernel cache {folder!r} must be an absolute path, or "off"')
 
 
 def _convert(variable: str, text: str, kind: str) -> object:

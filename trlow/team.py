@@ -17,9 +17,11 @@ from trlow.arena import Arena
 from trlow.communicator import Communicators
 from trlow.device import Events, Streams
 from trlow.enqueue import Rank, Rendezvous
-from trlow.errors import CudaError, ForeignError, RankError, TrlowError, UsageError
+from trlow.errors import ForeignError, RankError, TrlowError, UsageError
 from trlow.feed import Feed
+from trlow.incident import rank_error, report
 from trlow.kernel import Kernels
+from trlow.marks import Watch
 from trlow.program import Stream
 from trlow.ranks import GRACE_S, PeerFailedError, Ranks
 
@@ -49,8 +51,11 @@ class Team:
         devices: Sequence[int],
         deadline_s: float,
         destroy_graphs: Callable[[Rank], None],
+        *,
+        watched: bool,
     ) -> None:
-        """Start the threads. ``open`` makes the rest."""
+        """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs."""
+        self._watched = watched
         self.platform = platform
         self.plan = plan
         self.ranks = Ranks(devices, deadline_s)
@@ -97,7 +102,11 @@ class Team:
         for owner in owned:
             stack.callback(owner.close)
         status = self.ranks.statuses[rank]
-        return Rank(rank, device, platform, status, streams, *owned, arena)
+        opened = Rank(rank, device, platform, status, streams, *owned, arena)
+        if self._watched:
+            opened.watch = Watch(platform, opened.kernels, streams[Stream.UPDATE])
+            stack.callback(opened.watch.close)
+        return opened
 
     # -- running
 
@@ -155,6 +164,9 @@ class Team:
         members, statuses = self.members, self.ranks.statuses
         for status in statuses:
             status.clear()
+        for member in members:
+            if member.watch is not None:
+                member.watch.begin()
         gate = threading.Barrier(len(members), timeout=self.ranks.deadline_s) if launches else None
         jobs = self.ranks.submit(
             lambda rank: self._begin(members[rank], function, rendezvous, gate)
@@ -163,7 +175,11 @@ class Team:
             serve = partial(rendezvous.serve, self._communicators, members)
             jobs.append(self.ranks.coordinator.submit(serve))
 
+        gathered = ""
+
         def stop() -> None:
+            nonlocal gathered
+            gathered = report(self.ranks, members, self._communicators)
             for status in statuses:
                 status.stop = True
             if rendezvous is not None:
@@ -178,7 +194,8 @@ class Team:
             if progress is not None and time.monotonic() - drawn_at > DRAW_S:
                 drawn_at = time.monotonic()
                 progress(min(status.step or 0 for status in statuses))
-            return [(status.step, status.stage, status.op) for status in statuses]
+            beats = [member.watch.value for member in members if member.watch is not None]
+            return [*((status.step, status.stage, status.op) for status in statuses), *beats]
 
         try:
             error = self.ranks.join(jobs, on_stop=stop, progress=moved)
@@ -186,6 +203,8 @@ class Team:
             self._recover(jobs)
             raise
         if error is not None:
+            if isinstance(error, RankError):
+                error.report = gathered
             self._recover(jobs)
             raise error
         return [job.result for job in jobs[: len(members)]]
@@ -217,20 +236,7 @@ class Team:
             known = isinstance(error, (PeerFailedError, TrlowError))
             if known and not isinstance(error, ForeignError):
                 raise
-            raise self._rank_error(member, error) from error
-
-    def _rank_error(self, member: Rank, error: BaseException) -> RankError:
-        located = self.ranks.locate(error, member.index)
-        status = member.status
-        said = self._communicators.last_error if self._communicators is not None else ""
-        detail = f"; NCCL's last error: {said}" if said and isinstance(error, CudaError) else ""
-        return RankError(
-            f"{type(error).__name__}: {located}{detail}",
-            rank=member.index,
-            step=status.step,
-            stage=status.stage,
-            peers=self.ranks.describe(),
-        )
+            raise rank_error(self.ranks, member, error, self._communicators) from error
 
     # -- after a failure
 

@@ -6,7 +6,8 @@ deadlocks. Then, after a barrier, each distinct collective runs once, eagerly, a
 connections and NCCL's own kernels must exist before capture.
 
 Own kernels warm with every extent 0, so they write nothing. What external stages and collectives
-write to persistent ranges is saved before and put back after.
+write to persistent ranges is saved before and put back after. Before an eager step everything is,
+since there the caller's data is in place already.
 """
 
 from __future__ import annotations
@@ -53,14 +54,19 @@ def collective_stages(program: Program) -> tuple[Stage, ...]:
     return tuple(found.values())
 
 
-def persistent_parts(plan: MemoryPlan, written: Iterable[Range]) -> tuple[Range, ...]:
-    """The ranges of ``written`` that touch persistent memory, each once."""
+def kept_ranges(plan: MemoryPlan, stages: Iterable[Stage], *, keep_all: bool) -> tuple[Range, ...]:
+    """What warming ``stages`` writes and has to be put back: what is persistent, or all of it."""
     persistent = plan.persistent_ranges()
-    touching = {item for item in written if any(item.overlaps(other) for other in persistent)}
-    return tuple(sorted(touching, key=lambda item: (item.offset, item.nbytes)))
+    kept = {
+        item
+        for stage in stages
+        for item in stage.writes
+        if keep_all or any(item.overlaps(other) for other in persistent)
+    }
+    return tuple(sorted(kept, key=lambda item: (item.offset, item.nbytes)))
 
 
-def warm_compute(rank: Rank, program: Program) -> None:
+def warm_compute(rank: Rank, program: Program, *, keep_all: bool) -> None:
     """Part one on one rank: kernels loaded and launched with nothing to do, externals run."""
     stages = [stage for phase in program.phases for stage in phase]
     rank.kernels.load(kernels_of(program))
@@ -71,17 +77,17 @@ def warm_compute(rank: Rank, program: Program) -> None:
                 rank.kernels.warm(action.kernel, rank.arena.base, rank.streams[stage.stream])
     rank.streams.synchronize()
     externals = [stage for stage in stages if stage.external is not None]
-    written = [item for stage in externals for item in stage.writes]
-    with rank.arena.saved(persistent_parts(rank.arena.plan, written)):
+    with rank.arena.saved(kept_ranges(rank.arena.plan, externals, keep_all=keep_all)):
         for stage in externals:
             enqueue_stage(rank, Stage(stage.name, stage.stream, external=stage.external), None)
         rank.streams.synchronize()
 
 
-def warm_collectives(rank: Rank, stages: tuple[Stage, ...], rendezvous: Rendezvous | None) -> None:
+def warm_collectives(
+    rank: Rank, stages: tuple[Stage, ...], rendezvous: Rendezvous | None, *, keep_all: bool
+) -> None:
     """Part two on one rank: each group of collectives once, all ranks together."""
-    written = [item for stage in stages for item in stage.writes]
-    with rank.arena.saved(persistent_parts(rank.arena.plan, written)):
+    with rank.arena.saved(kept_ranges(rank.arena.plan, stages, keep_all=keep_all)):
         for stage in stages:
             enqueue_stage(rank, stage, rendezvous)
         rank.streams.synchronize()

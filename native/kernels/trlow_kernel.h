@@ -44,6 +44,18 @@ TRLOW_INLINE i64 trlow_address(const void* pointer) { return (i64)pointer; }
 
 TRLOW_INLINE u32 trlow_blend(bool condition, u32 yes, u32 no) { return condition ? yes : no; }
 
+// A store that the host sees at once where `slot` is pinned host memory.
+TRLOW_INLINE void trlow_publish(i64* slot, i64 value) {
+  *(volatile i64*)slot = value;
+  __threadfence_system();
+}
+// The GPU's own clock; its rate is the same on all GPUs of a machine, its zero need not be.
+TRLOW_INLINE i64 trlow_clock_ns() {
+  i64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 struct alignas(16) Chunk {
   u32 word[4];
 };

@@ -7,6 +7,8 @@
 // same bytes.
 #pragma once
 
+#include <time.h>
+
 #include <cstdint>
 #include <utility>
 
@@ -127,6 +129,15 @@ TRLOW_INLINE i64 trlow_address(const void* pointer) {
 struct __attribute__((may_alias, aligned(16))) Chunk {
   u32 word[4];
 };
+
+TRLOW_INLINE void trlow_publish(i64* slot, i64 value) {
+  __atomic_store_n(slot, value, __ATOMIC_RELEASE);
+}
+TRLOW_INLINE i64 trlow_clock_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
 
 // condition ? yes : no, without a branch that would keep a loop from becoming vectors.
 TRLOW_INLINE u32 trlow_blend(bool condition, u32 yes, u32 no) {

@@ -41,8 +41,10 @@ FLOORS: list[tuple[str, ...]] = [
     ("binding",),
     ("device",),
     ("kernel", "arena", "communicator", "ranks", "feed"),
+    ("nodes",),
+    ("marks",),
     ("enqueue",),
-    ("capture", "warmup"),
+    ("capture", "warmup", "incident"),
     ("replay", "team"),
     ("runtime",),
     # above both

@@ -1,0 +1,173 @@
+"""Marks in graphs: how far a rank is (``Watch``), and when its stages ran (``Tracer``).
+
+A beat is a leaf node that nobody waits for: it writes a counter to pinned host memory, where the
+waiting thread reads it without any call of CUDA. A stamp is a node before or behind a stage that
+writes the device's clock; only a program captured for a trace has stamps.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_void_p
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trlow.device import Pinned
+from trlow.errors import UsageError
+from trlow.nodes import add_leaf, is_capturing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from trlow.device import Platform
+    from trlow.kernel import Kernels
+
+BEATS = 4096  # how many places in graphs a rank can watch
+WORD = 8  # bytes of a counter and of a stamp
+WATCH_KERNELS, TRACE_KERNELS = ("beat",), ("stamp", "next_row")
+DEVICE_TO_HOST = 2  # cudaMemcpyKind
+
+
+class Zeroed:
+    """Device memory of one rank outside of its arena, zeroed. On the rank's own thread."""
+
+    def __init__(self, platform: Platform, nbytes: int, stream: int) -> None:
+        self._platform = platform
+        pointer = c_void_p()
+        platform.cudart.cudaMalloc(byref(pointer), nbytes)
+        self.address: int = pointer.value or 0
+        try:
+            platform.cudart.cudaMemsetAsync(self.address, 0, nbytes, stream)
+            platform.cudart.cudaStreamSynchronize(stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self.address:
+            address, self.address = self.address, 0
+            self._platform.cudart.cudaFree(address)
+
+
+class Watch:
+    """The beats of one rank. Made and closed on its thread, read by any."""
+
+    def __init__(self, platform: Platform, kernels: Kernels, stream: int) -> None:
+        self._platform = platform
+        self._kernels = kernels
+        self._names: list[str] = []
+        self._counters: Zeroed | None = None
+        self._pinned = Pinned(platform, BEATS * WORD)
+        self._beats: NDArray[np.int64] = np.frombuffer(self._pinned.bytes, np.int64)
+        self._beats[:] = 0
+        self._start = self._beats.copy()
+        try:
+            self._counters = Zeroed(platform, BEATS * WORD, stream)
+            ready(kernels, WATCH_KERNELS, self._counters.address, stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def mark(self, name: str, stream: int) -> None:
+        """Leave a beat called ``name`` at this place of a capture; nothing in an eager step.
+
+        Raises ``UsageError`` when a rank has more places than it can watch.
+        """
+        if self._counters is None or not is_capturing(self._platform, stream):
+            return
+        index = len(self._names)
+        if index == BEATS:
+            raise UsageError(f"a rank can watch {BEATS} places in graphs; close some replays")
+        self._names.append(name)
+        counter, slot = self._counters.address + WORD * index, self._pinned.address + WORD * index
+        add_leaf(
+            self._platform,
+            stream,
+            lambda: self._kernels.launch("beat", (counter, slot, 1), 1, stream),
+        )
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._start = self._beats.copy()
+
+    @property
+    def value(self) -> int:
+        """Changes whenever a beat was left."""
+        return int(self._beats.sum())
+
+    @property
+    def last(self) -> str:
+        """The place that the rank reached last since ``begin``.
+
+        Places of one graph beat in order and equally often, so it is the last of those that beat
+        most often.
+        """
+        counts = self._beats[: len(self._names)] - self._start[: len(self._names)]
+        if not counts.any():
+            return "nothing yet"
+        index = int(np.flatnonzero(counts == counts.max())[-1])
+        return f"{self._names[index]} (time {counts[index]})"
+
+    def forget(self) -> None:
+        """Reuse all places: every graph with beats is destroyed and none runs."""
+        self._names.clear()
+        self.begin()
+
+    def close(self) -> None:
+        """Give the memory back; no graph with beats may be launched any more."""
+        self._beats = self._start = np.zeros(BEATS, np.int64)
+        if self._counters is not None:
+            self._counters.close()
+        self._pinned.close()
+
+
+class Tracer:
+    """The stamps of one rank for a program: ``rows`` steps in turn, two entries a stage."""
+
+    def __init__(
+        self, platform: Platform, kernels: Kernels, stream: int, places: int, rows: int
+    ) -> None:
+        self._platform = platform
+        self._kernels = kernels
+        self._stream = stream
+        self.shape = (rows, places, 2)
+        self._slots = Zeroed(platform, (rows * places * 2 + 1) * WORD, stream)
+        self._row = self._slots.address + rows * places * 2 * WORD
+        try:
+            ready(kernels, TRACE_KERNELS, self._row, stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def stamp(self, place: int, end: int, stream: int) -> None:
+        """Enqueue the writing of the clock: ``end`` is 0 before a stage and 1 behind it."""
+        rows, places, _ = self.shape
+        values = (self._slots.address, self._row, 2 * place + end, 2 * places, rows)
+        self._kernels.launch("stamp", values, 1, stream)
+
+    def next_row(self, stream: int) -> None:
+        """Enqueue the step to the next row."""
+        self._kernels.launch("next_row", (self._row, 1), 1, stream)
+
+    def read(self) -> NDArray[np.int64]:
+        """All stamps in ns on the rank's own clock, shape (rows, places, 2); 0: not written."""
+        stamps = np.empty(self.shape, np.int64)
+        self._platform.cudart.cudaMemcpyAsync(
+            stamps.ctypes.data, self._slots.address, stamps.nbytes, DEVICE_TO_HOST, self._stream
+        )
+        self._platform.cudart.cudaStreamSynchronize(self._stream)
+        return stamps
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._slots.close()
+
+
+def ready(kernels: Kernels, names: Sequence[str], address: int, stream: int) -> None:
+    """Load kernels and launch each with nothing to do, so that none is a first use later."""
+    kernels.load(names)
+    for name in names:
+        kernels.warm(name, address, stream)

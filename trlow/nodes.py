@@ -1,0 +1,82 @@
+"""Nodes placed by hand into a stream's capture: child graphs, and leaves that nobody waits for.
+
+CUDA records no launch of a graph (900) and no branch that is not joined again (904). Both can be
+had by changing what the stream's next node depends on (driver API, stream management).
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trlow.binding.driver import GraphEdgeData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from ctypes import Array
+
+    from trlow.device import Platform
+
+NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone
+SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a capture of a stream stands: its graph, and what the next node will depend on."""
+
+    graph: int
+    nodes: Array[c_void_p]
+    edges: Array[GraphEdgeData] | None
+
+
+def is_capturing(platform: Platform, stream: int) -> bool:
+    """Whether what is enqueued on ``stream`` is recorded."""
+    status = c_int()
+    platform.cudart.cudaStreamIsCapturing(stream, byref(status))
+    return status.value != NOT_CAPTURING
+
+
+def place_of(platform: Platform, stream: int) -> Place:
+    """The place of a capturing stream, as a copy: the driver's arrays live until its next call."""
+    status, identity, count = c_int(), c_uint64(), c_size_t()
+    graph, nodes, edges = c_void_p(), POINTER(c_void_p)(), POINTER(GraphEdgeData)()
+    platform.driver.cuStreamGetCaptureInfo_v3(
+        stream,
+        byref(status),
+        byref(identity),
+        byref(graph),
+        byref(nodes),
+        byref(edges),
+        byref(count),
+    )
+    own_nodes = (c_void_p * count.value)(*(nodes[index] for index in range(count.value)))
+    own_edges = None
+    if cast(edges, c_void_p).value:  # null where every edge is plain
+        own_edges = (GraphEdgeData * count.value)(*(edges[index] for index in range(count.value)))
+    return Place(graph.value or 0, own_nodes, own_edges)
+
+
+def go_to(platform: Platform, stream: int, place: Place) -> None:
+    """Make the stream's next node depend on what it depended on at ``place``."""
+    platform.driver.cuStreamUpdateCaptureDependencies_v2(
+        stream, place.nodes, place.edges, len(place.nodes), SET_DEPENDENCIES
+    )
+
+
+def add_leaf(platform: Platform, stream: int, enqueue: Callable[[], None]) -> None:
+    """Record what ``enqueue`` puts on ``stream`` on a side branch: what follows ignores it."""
+    place = place_of(platform, stream)
+    enqueue()
+    go_to(platform, stream, place)
+
+
+def add_child(platform: Platform, stream: int, graph: int) -> None:
+    """Put a copy of ``graph`` (cudaGraph_t) behind what ``stream`` has recorded so far."""
+    place = place_of(platform, stream)
+    node = (c_void_p * 1)()
+    platform.cudart.cudaGraphAddChildGraphNode(
+        node, place.graph, place.nodes, len(place.nodes), graph
+    )
+    go_to(platform, stream, Place(place.graph, node, None))
