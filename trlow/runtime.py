@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from trlow import capture as capturing
 from trlow import warmup
@@ -23,7 +23,7 @@ from trlow.replay import Replay, load_slot, prepare_rank
 from trlow.team import Team
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trlow.arena import Arena
     from trlow.enqueue import Rank, Rendezvous
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trlow.settings import Settings
 
 MODES = ("fused", "staged")
+T = TypeVar("T")
 
 
 class Runtime:
@@ -57,7 +58,7 @@ class Runtime:
         devices = settings.devices(self.platform.device_count())
         check_memory(self.platform, plan, devices)
         self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
-        self._graphs: list[list[capturing.Graphs]] = []  # per capture, one Graphs per rank
+        self._fused: dict[int, list[capturing.Graphs]] = {}  # by id of the replay; one per rank
         self._staged = [capturing.Graphs() for _ in devices]
         self._replays: list[Replay] = []
         self._warmed: set[tuple[int, Program]] = set()
@@ -123,7 +124,11 @@ class Runtime:
         if mode == "staged":
             known = self._staged[0].execs
             sections = [section for section in sections if section.key not in known]
-        graphs = self._keep(self._capture(sections), mode)
+        fresh = self._capture(sections)
+        if mode == "staged":
+            for shared, new in zip(self._staged, fresh, strict=True):
+                shared.take(new)
+        graphs = self._staged if mode == "staged" else fresh
         for section in sections:
             name = section.stages[0].name if mode == "staged" else program.name
             self.captured[name] += 1
@@ -131,6 +136,8 @@ class Runtime:
             lambda rank: prepare_rank(rank, graphs[rank.index], program, mode, slots[rank.index])
         )
         replay = Replay(program, mode, prepared, self._team.together)
+        if mode == "fused":
+            self._fused[id(replay)] = fresh
         self._replays.append(replay)
         return replay
 
@@ -155,15 +162,6 @@ class Runtime:
                 team.together(lambda rank: fresh[rank.index].close(rank), abort=False)
             raise
         return fresh
-
-    def _keep(self, fresh: list[capturing.Graphs], mode: str) -> list[capturing.Graphs]:
-        """Take new graphs into ownership; staged ones join those that programs share."""
-        if mode == "fused":
-            self._graphs.append(fresh)
-            return fresh
-        for shared, new in zip(self._staged, fresh, strict=True):
-            shared.take(new)
-        return self._staged
 
     def _prepare(self, program: Program, *, keep_all: bool) -> None:
         """Communicators there, external graphs adopted, and the program warm."""
@@ -229,13 +227,34 @@ class Runtime:
             rendezvous = team.rendezvous(groups_of(program.phases[phase], self.world_size))
             team.together(partial(_step_eagerly, program, phase, rendezvous), rendezvous=rendezvous)
 
+    # -- for what is built on a runtime
+
+    def together(self, function: Callable[[Rank], T]) -> list[T]:
+        """``function(rank)`` on every rank's thread, with the results in rank order.
+
+        For work of one's own on the ranks' devices, outside of any capture and without collectives.
+        Raises ``RankError`` for what a rank raises.
+        """
+        return self._team.together(function, abort=False)
+
+    def release(self, replay: Replay) -> None:
+        """Close a replay. The graphs of a fused one are destroyed; staged ones are shared."""
+        self._replays.remove(replay)
+        replay.detach()
+        graphs = self._fused.pop(id(replay), None)
+        if graphs is not None and not self.dead:
+            self.together(lambda rank: graphs[rank.index].close(rank))
+
     # -- end
 
     def _destroy_graphs(self, rank: Rank) -> None:
         """Every graph of one rank, on its thread. The replays that hold them are closed."""
         for replay in self._replays:
             replay.detach()
-        for graphs in [*(made[rank.index] for made in self._graphs), self._staged[rank.index]]:
+        for graphs in [
+            *(made[rank.index] for made in self._fused.values()),
+            self._staged[rank.index],
+        ]:
             graphs.close(rank)
         capturing.release_children(rank)
         if rank.watch is not None:
