@@ -115,12 +115,19 @@ def load(state: Bytes, r: Range) -> Floats:
 
 def store(state: Bytes, r: Range, values: Floats) -> bool:
     """Round to the range's dtype; tell whether all stored numbers are finite."""
-    target = read(state, r)
-    if r.dtype == BF16:
-        target[:] = round_bf16(np.ascontiguousarray(values, np.float32).view(np.uint32))
-    else:
-        target[:] = values.astype(r.dtype.numpy)
+    read(state, r)[:] = _encoded(values, r.dtype)
     return bool(np.isfinite(load(state, r)).all())
+
+
+def _encoded(values: Floats, dtype: DType) -> NDArray[Any]:
+    if dtype == BF16:
+        return round_bf16(np.ascontiguousarray(values, np.float32).view(np.uint32))
+    return values.astype(dtype.numpy)
+
+
+def _rounded(values: Floats, dtype: DType) -> Floats:
+    encoded = _encoded(values, dtype)
+    return widen_bf16(encoded) if dtype == BF16 else encoded.astype(np.float32)
 
 
 def _clear(op: RangeOp, states: Sequence[Bytes]) -> bool:
@@ -147,20 +154,46 @@ def _scale(op: RangeOp, states: Sequence[Bytes]) -> bool:
 
 
 def _all_reduce(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    how, *rest = op.actions
+    if not isinstance(how, Collective):
+        raise TypeError(f"{op.kind} of {how}")
+    scaled = any(isinstance(action, Launch) for action in rest)
     done = True
     for r in op.writes:
-        done &= _sum(r, states)
-        if op.kind != "sum_all_reduce":
-            for state in states:
-                done &= store(state, r, load(state, r) * load(state, op.reads[-1]))
+        done &= _premultiply(r, how, states)
+        done &= _sum(r, how, states)
+        for state in states if scaled else ():
+            done &= store(state, r, load(state, r) * load(state, op.reads[-1]))
     return done
 
 
-def _sum(r: Range, states: Sequence[Bytes]) -> bool:
+def _premultiply(r: Range, how: Collective, states: Sequence[Bytes]) -> bool:
+    """Multiply each input of a float average or premulsum, rounded; tell whether it was exact.
+
+    A product that has to be rounded may be fused with the addition on a device.
+    """
+    exact = True
+    if how.op == "sum" or (how.op == "avg" and r.dtype not in _MANTISSA):
+        return True
+    for state in states:
+        if r.dtype not in _MANTISSA and how.factor is not None:
+            read(state, r)[:] *= read(state, how.factor)
+            continue
+        if how.factor is None:
+            factor = _rounded(np.array([1 / len(states)], np.float32), r.dtype)
+        else:
+            factor = load(state, how.factor)
+        wanted = load(state, r).astype(np.float64) * factor
+        exact &= store(state, r, wanted.astype(np.float32))
+        exact &= bool((load(state, r) == wanted).all())
+    return exact
+
+
+def _sum(r: Range, how: Collective, states: Sequence[Bytes]) -> bool:
     if r.dtype not in _MANTISSA:
         total = np.sum([read(state, r) for state in states], axis=0, dtype=r.dtype.numpy)
         for state in states:
-            read(state, r)[:] = total
+            read(state, r)[:] = np.trunc(total / len(states)) if how.op == "avg" else total
         return True
     values = [load(state, r) for state in states]
     total = values[0].copy()

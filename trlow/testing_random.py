@@ -90,7 +90,10 @@ def _ops(draw: st.DrawFn, plan: MemoryPlan, world_size: int) -> RangeOp:
         case "sum_all_reduce":
             return range_op.sum_all_reduce(r)
         case "mean_all_reduce":
-            return range_op.mean_all_reduce(r, factor=factor)
+            strategies = range_op.MEAN_STRATEGIES[: 4 if r.dtype == F32 else 3]
+            return range_op.mean_all_reduce(
+                r, factor=factor, strategy=draw(st.sampled_from(strategies))
+            )
         case "broadcast":
             return range_op.broadcast(r, root=draw(st.integers(0, world_size - 1)))
         case "nan_check":
