@@ -7,15 +7,18 @@ takes a stream or an event leaves the caller's current device as it was.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING
 
+from trlow import loopback
 from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
-from trlow.errors import CudaError, LibraryError, SettingsError
+from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
+from trlow.kernel_cache import KernelCache
 from trlow.settings import variables_in_effect
 
 if TYPE_CHECKING:
@@ -31,15 +34,36 @@ BLOCKING_SYNC = 1  # cudaEventBlockingSync: a waiting thread sleeps
 NO_DEVICE = (35, 100)  # cudaErrorInsufficientDriver, cudaErrorNoDevice: both mean "no GPU"
 
 
+_owner: int | None = None  # the process that first used a platform; a fork copies this
+
+
+def check_process() -> None:
+    """Raise ``UsageError`` in a process that was forked after its parent had used a platform.
+
+    Neither CUDA nor NCCL nor the threads of a runtime survive a fork.
+    """
+    if _owner is not None and _owner != os.getpid():
+        raise UsageError(
+            f"process {os.getpid()} was forked from process {_owner} after that had opened its "
+            "devices, which do not work in a child; fork before the first use of trlow, or start "
+            "the child afresh (multiprocessing's spawn)"
+        )
+
+
 class Platform:
     """The bound libraries of the host device or of CUDA, and what they say of the machine."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         """Load the runtime and the driver of ``name`` ("host" or "cuda").
 
-        Raises ``LibraryError`` when a library is missing.
+        Raises ``LibraryError`` when a library is missing, ``UsageError`` in a forked child of a
+        process that has done this before.
         """
+        global _owner
+        check_process()
+        _owner = os.getpid()
         self.name = name
+        self.kernel_cache = KernelCache(settings.kernel_cache_folder)
         self._settings = settings
         self.host: Library | None = None
         self._nccl: Library | None = None
@@ -87,12 +111,21 @@ class Platform:
 
     @property
     def nccl(self) -> Library:
-        """The collectives' library, loaded on first use."""
+        """The collectives' library, loaded on first use.
+
+        Raises ``LibraryError``, and ``SettingsError`` where ``loopback_only`` cannot be kept.
+        """
+        check_process()
         if self._nccl is None:
-            self._nccl = self._host_nccl or nccl_binding.load(
-                self._settings.nccl_library, variables=variables_in_effect()
-            )
+            self._nccl = self._host_nccl or self._load_nccl()
         return self._nccl
+
+    def _load_nccl(self) -> Library:
+        if self._settings.loopback_only:
+            loopback.confine()
+        library = nccl_binding.load(self._settings.nccl_library, variables=variables_in_effect())
+        loopback.note_first_use()
+        return library
 
     @property
     def libraries(self) -> dict[str, Library]:
@@ -104,6 +137,7 @@ class Platform:
 
     def device_count(self) -> int:
         """Devices of this platform; 0 where there is no driver or no GPU."""
+        check_process()
         count = c_int()
         code = self.cudart.cudaGetDeviceCount(byref(count))
         return 0 if code in NO_DEVICE else count.value
@@ -118,6 +152,7 @@ class Platform:
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
         """Run the body with ``device`` current and give the caller's device back."""
+        check_process()
         before = c_int()
         self.cudart.cudaGetDevice(byref(before))
         if before.value == device:

@@ -1,4 +1,4 @@
-"""The kernels of one device: found by their declarations, compiled if need be, loaded, launched.
+"""The kernels of one device: found by their declarations, loaded, launched.
 
 The declaration in a kernel's source is the only one: name, parameters and kind are read from it
 here, so that a call with a wrong number of arguments fails before it reaches the driver. Every
@@ -12,11 +12,10 @@ import re
 from ctypes import addressof, byref, c_char_p, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trlow.binding import nvrtc
-from trlow.errors import LibraryError, UsageError
+from trlow.errors import UsageError
+from trlow.kernel_image import image_of, source_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,8 +27,6 @@ BLOCK_THREADS = 256
 MAX_BLOCKS = 65_535  # kernels stride over the rest of their work
 HOST_IMAGE = b"trlow-host-kernels\0"
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
-HEADER = "trlow_kernel.h"
-NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction, as in the host build
 
 _DECLARATION = re.compile(
     r"^TRLOW_(BLOCK_)?KERNEL\(\s*(\w+)\s*,([^)]*)\)", re.MULTILINE | re.DOTALL
@@ -56,16 +53,6 @@ class Declaration:
         return min(max(blocks, 1), MAX_BLOCKS)
 
 
-def source_folder() -> Path:
-    """Where the kernel sources are: the checkout's own, or the installed package's copy."""
-    package = Path(__file__).resolve().parent
-    for folder in (package.parent / "native" / "kernels", package / "_native" / "kernels"):
-        if (folder / HEADER).is_file():
-            return folder
-    message = f"the kernel sources are missing beside {package}; reinstall trlow"
-    raise LibraryError(message)
-
-
 @cache
 def declarations() -> dict[str, Declaration]:
     """Every declared kernel by name."""
@@ -80,23 +67,6 @@ def declarations() -> dict[str, Declaration]:
 def _parameter(text: str) -> tuple[str, str]:
     c_type, name = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
     return re.sub(r"\s+", " ", c_type), name
-
-
-def compile_source(source: str, architecture: str) -> bytes:
-    """Compile one file of the kernel folder to a CUBIN for ``sm_<architecture>``.
-
-    Raises ``CompileError`` with the compiler's log.
-    """
-    folder = source_folder()
-    options = (*NVRTC_OPTIONS, f"--gpu-architecture=sm_{architecture}")
-    headers = {HEADER: (folder / HEADER).read_bytes()}
-    return nvrtc.compile_cubin((folder / source).read_bytes(), source, headers, options)
-
-
-@cache
-def _cubin(source: str, architecture: str) -> bytes:
-    """One compilation per source and architecture in a process, for all ranks."""
-    return compile_source(source, architecture)
 
 
 class Kernels:
@@ -129,7 +99,7 @@ class Kernels:
         key, image = (
             ("host", HOST_IMAGE)
             if self._platform.name == "host"
-            else (source, _cubin(source, self._architecture()))
+            else (source, self._compiled(source))
         )
         if key not in self._modules:
             module = c_void_p()
@@ -137,12 +107,15 @@ class Kernels:
             self._modules[key] = module.value or 0
         return self._modules[key]
 
-    def _architecture(self) -> str:
+    def _compiled(self, source: str) -> bytes:
         major, minor = c_int(), c_int()
         get = self._platform.cudart.cudaDeviceGetAttribute
         get(byref(major), COMPUTE_CAPABILITY_MAJOR, self._device)
         get(byref(minor), COMPUTE_CAPABILITY_MINOR, self._device)
-        return f"{major.value}{minor.value}"
+        version = self._platform.driver.version  # 13010 is CUDA 13.1
+        driver = (version // 1000, version % 1000 // 10)
+        cache = self._platform.kernel_cache
+        return image_of(source, 10 * major.value + minor.value, driver, cache)
 
     def launch(self, name: str, values: Sequence[int], work: int, stream: int) -> None:
         """Enqueue one kernel on ``stream``. ``values`` are addresses and extents in order.

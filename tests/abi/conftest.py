@@ -19,6 +19,7 @@ WHEELS = {
     "cuda.h": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
     "crt/host_defines.h": ("nvidia-cuda-crt", "nvidia-cuda-nvcc-cu12"),
     "nv/target": ("nvidia-cuda-cccl", "nvidia-cuda-cccl-cu12"),
+    "nvrtc.h": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     "nccl.h": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
 
@@ -47,6 +48,11 @@ def compiler(name: str) -> str:
 @pytest.fixture(scope="session")
 def cuda_includes() -> list[Path]:
     return [include_directory(h) for h in ("cuda_runtime_api.h", "cuda.h", "crt/host_defines.h")]
+
+
+@pytest.fixture(scope="session")
+def nvrtc_includes() -> list[Path]:
+    return [include_directory("nvrtc.h")]
 
 
 # The wheel's nccl.h is one release; folders of others' headers may be named, separated by colons.

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from trlow.binding import cudart, driver, host, nccl
+from trlow.binding import cudart, driver, host, nccl, nvrtc
 from trlow.binding.prototype import read_enum
 
 CUDA_ENUMS = [
@@ -115,6 +115,17 @@ def test_cuda_codes_and_layouts_are_those_of_the_headers(check_source, cuda_incl
         if re.fullmatch(r"cuda[A-Z]\w+", name) and isinstance(value, int):
             asserts.append(f"static_assert({name} == {value});")
     assert check_source(PRELUDE + CUDA_INCLUDES + "\n".join(asserts), cuda_includes) == ""
+
+
+def test_what_is_asked_of_nvrtc_is_what_its_header_declares(check_source, nvrtc_includes):
+    include = "#include <nvrtc.h>\n"
+    asserts = [
+        signature_asserts(nvrtc.INTERFACE.prototypes, 0),
+        enum_asserts(nvrtc.TYPES, ["nvrtcResult"], 0),
+    ]
+    assert check_source(PRELUDE + include + "\n".join(asserts), nvrtc_includes) == ""
+    wrong = signature_asserts(nvrtc.INTERFACE.prototypes, 0).replace("int*", "long*")
+    assert "error: " in check_source(PRELUDE + include + wrong, nvrtc_includes)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import struct
 
 import pytest
 
-from trlow import kernel
-from trlow.kernel import compile_source, declarations, source_folder
+from trlow.kernel import declarations
+from trlow.kernel_image import Target, compile_source, source_folder
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and an NVRTC wheel")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python and an NVRTC wheel")
 
 ARCHITECTURES = ("80", "90", "100")
 SOURCES = sorted({declaration.source for declaration in declarations().values()})
@@ -53,7 +53,7 @@ def parameters(info):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_source_becomes_a_cubin_with_the_kernels_and_parameters_it_declares(source, architecture):
-    found = dict(sections(compile_source(source, architecture)))
+    found = dict(sections(compile_source(source, Target("cubin", int(architecture)))))
     declared = {d.name: d for d in declarations().values() if d.source == source}
     assert {name[6:] for name in found if name.startswith(".text.")} == set(declared)
     for name, declaration in declared.items():
@@ -88,15 +88,6 @@ def test_sources_include_the_portability_header_alone():
 @pytest.mark.parametrize("source", SOURCES)
 def test_contraction_is_off(source):
     # Otherwise the GPU's bytes differ from the host's. Division and square root stay whole in PTX.
-    folder = source_folder()
-    text, header = (folder / source).read_bytes(), (folder / kernel.HEADER).read_bytes()
-    name = kernel.HEADER.encode()
-    code, program = nvrtc.nvrtcCreateProgram(text, source.encode(), 1, [header], [name])
-    assert not code
-    options = [word.encode() for word in (*kernel.NVRTC_OPTIONS, "--gpu-architecture=compute_80")]
-    assert not nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(program)
+    ptx = compile_source(source, Target("ptx", 80))
     assert b".entry" in ptx
     assert not re.findall(rb"fma\.|\.approx|\.ftz", ptx)

@@ -33,13 +33,14 @@ FLOORS: list[tuple[str, ...]] = [
     ("testing_plan", "testing_strategies"),
     ("testing_program", "testing_random", "testing_emulation"),
     # the foreign tower
-    ("binding.prototype", "binding.nvrtc"),
+    ("binding.prototype",),
     ("binding.clib",),
-    ("binding.cudart", "binding.nccl_config"),
+    ("binding.cudart", "binding.nccl_config", "binding.nvrtc"),
     ("binding.driver", "binding.nccl"),
     ("binding.host",),
     ("binding",),
-    ("device",),
+    ("loopback", "kernel_cache"),
+    ("device", "kernel_image"),
     ("kernel", "arena", "communicator", "ranks", "feed"),
     ("nodes",),
     ("marks",),
@@ -54,7 +55,9 @@ FLOORS: list[tuple[str, ...]] = [
     ("testing",),
     ("data",),
     ("schedule", "batches", "report"),
+    ("trace",),
     ("task",),
+    ("measure",),
     ("cli",),
     ("__main__",),
     ("__init__",),
@@ -65,7 +68,7 @@ FOLDERS = ("nn", "cli")
 _NAMES = [name for entry in FLOORS for name in entry]
 PURE = frozenset(_NAMES[: _NAMES.index("program") + 1])
 BINDING = frozenset(name for name in _NAMES if name.startswith("binding"))
-FOREIGN = frozenset(_NAMES[_NAMES.index("device") : _NAMES.index("nn")])
+FOREIGN = frozenset(_NAMES[_NAMES.index("loopback") : _NAMES.index("nn")])
 
 # Heavy or optional packages, which load when they are used: inside the function that uses them.
 LAZY = ("cuda", "rich", "sklearn", "matplotlib", "hypothesis")
