@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trlow.batches import Batches, epoch_order
 from trlow.data import Dataset
@@ -197,6 +198,12 @@ class Task:
         loss, top1, top5 = (float(total) / self.validation.rows for total in sums)
         return Metrics(loss, top1, top5)
 
+    def repeated_batches(self, steps: int) -> Batches:
+        """Batches of the first epoch's order, over and over, with a learning rate of 0."""
+        order = epoch_order(self.train.rows, self.global_batch_size, self.settings.seed, 0)
+        repeats = -(-steps // self.steps_per_epoch)
+        return self._batches(np.tile(order, repeats), (), 0)
+
     def weights_digests(self) -> list[str]:
         """One sha256 a rank over the bytes of its W_ slots in arena order, without pads."""
         plan = self.compiled.plan
@@ -256,6 +263,18 @@ class Task:
             "bn_eps": norm.eps,
         }
 
+    def _batches(self, order: NDArray[np.int64], rates: tuple[float, ...], first: int) -> Batches:
+        """Training batches in an order of rows, one rate a step."""
+        return Batches(
+            self.train,
+            order,
+            self.compiled.world_size,
+            self.compiled.network.local_batch,
+            self._scalars(metric_scale=self.compiled.mean_scale),
+            rates,
+            first,
+        )
+
     def _ticker(
         self, progress: Callable[[Progress], None] | None, index: int, epochs: int
     ) -> Callable[[int], None] | None:
@@ -269,19 +288,13 @@ class Task:
     def _epoch(self, schedule: Schedule, index: int, tick: Callable[[int], None] | None) -> Epoch:
         """Train one epoch, the `index`-th of a fit, and validate."""
         started = time.perf_counter()
-        world_size, steps = self.compiled.world_size, self.steps_per_epoch
+        steps = self.steps_per_epoch
         first = len(self.history) * steps  # steps count on over epochs: errors name them
-        batches = Batches(
-            self.train,
-            epoch_order(
-                self.train.rows, self.global_batch_size, self.settings.seed, len(self.history)
-            ),
-            world_size,
-            self.compiled.network.local_batch,
-            self._scalars(metric_scale=self.compiled.mean_scale),
-            tuple(schedule.rate(index * steps + step) for step in range(steps)),
-            first,
+        order = epoch_order(
+            self.train.rows, self.global_batch_size, self.settings.seed, len(self.history)
         )
+        rates = tuple(schedule.rate(index * steps + step) for step in range(steps))
+        batches = self._batches(order, rates, first)
         self._replays["clear_metrics"].run(1)
         # Counting every call of the loop once is enough, and leaves the other epochs undisturbed.
         self._replays["train"].run(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from trlow.cli.console import Console
 from trlow.cli.parser import build
+from trlow.cli.train import show_stall
 from trlow.errors import TrlowError, UsageError
 from trlow.version import __version__
 
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(error, EXIT_USAGE)
     except TrlowError as error:
-        return _fail(error, EXIT_RUNTIME)
+        code = _fail(error, EXIT_RUNTIME)
+        show_stall(error)
+        return code
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

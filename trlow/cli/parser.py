@@ -96,6 +96,13 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="allow a number of ranks that is not a power of two",
     )
+    devices.add_argument(
+        "--deadline",
+        metavar="SECONDS",
+        type=rate,
+        default=60.0,
+        help="end with an error when nothing moves on any rank for so long",
+    )
     _add_model(command)
     training = command.add_argument_group("training")
     training.add_argument(
@@ -135,6 +142,13 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="write a report as JSON (default: none)",
+    )
+    training.add_argument(
+        "--trace",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="after training, write some steps as a Chrome/Perfetto trace and report what "
+        "communication adds to a step (default: none)",
     )
     command.set_defaults(run=train.run)
 

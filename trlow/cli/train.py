@@ -18,7 +18,8 @@ from trlow import data
 from trlow.cli.console import Console
 from trlow.cli.output import check_writable, write
 from trlow.cli.units import binary
-from trlow.errors import SettingsError, TrlowError
+from trlow.errors import RankError, SettingsError, TrlowError
+from trlow.measure import exposed_training_comm_us, trace_training
 from trlow.nn.models import MODELS
 from trlow.report import Progress
 from trlow.schedule import Training
@@ -34,6 +35,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     report_path = Path(arguments.report) if "report" in arguments else None
     if report_path is not None:
         check_writable("--report", report_path)
+    trace_path = Path(arguments.trace) if "trace" in arguments else None
+    if trace_path is not None:
+        check_writable("--trace", trace_path)
     train, validation = data.load(arguments.data)
     training = Training(
         lr=arguments.lr,
@@ -47,11 +51,17 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     try:
         with task:
             report = _fit(task, arguments.epochs, console)
+            if trace_path is not None:
+                report["exposed_comm_us"] = exposed_training_comm_us(task)
+                write(trace_path, trace_training(task).to_chrome() + "\n")
     except (TrlowError, KeyboardInterrupt) as error:
         if task.dead:
             _leave_hung(error)
         raise
     _show(console, report)
+    if trace_path is not None:
+        console.line(f"communication adds {report['exposed_comm_us']:.1f} µs to a step")
+        console.line(f"trace: {trace_path}")
     if report_path is not None:
         text = json.dumps(_strict(report), indent=2, allow_nan=False)
         write(report_path, text + "\n")
@@ -66,6 +76,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         "any_world_size": arguments.any_world_size,
         "global_batch_size": arguments.global_batch_size,
         "seed": arguments.seed,
+        "deadline_s": arguments.deadline,
     }
     if "gpus" in arguments:
         if "ranks" in arguments:
@@ -135,10 +146,17 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def show_stall(error: BaseException) -> None:
+    """Print where every rank stood, for an error that names no rank as its cause."""
+    if isinstance(error, RankError) and error.rank is None and error.report:
+        print(error.report, file=sys.stderr, flush=True)
+
+
 def _leave_hung(error: BaseException) -> NoReturn:
     """End the process at once: a rank still hangs in C, and an orderly end would wait for it."""
     if isinstance(error, KeyboardInterrupt):
         error = TrlowError("interrupted, and the ranks do not come back; the process ends now")
     print(f"trlow: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    show_stall(error)
     sys.stdout.flush()
     os._exit(EXIT_HUNG)

@@ -265,3 +265,18 @@ def test_a_rank_error_ends_with_70_only_where_recovery_failed(dead, code):
     assert done.returncode == code
     assert done.stderr.count("\n") == 1
     assert "a rank did not arrive (rank 1, step 3, stage DEEP_COMM)" in done.stderr
+
+
+def test_a_trace_shows_the_overlap_and_the_report_what_communication_costs(trlow, tmp_path):
+    trace, path = tmp_path / "trace.json", tmp_path / "report.json"
+    report = train(trlow, path, "--ranks", 2, "--trace", trace)
+    assert isinstance(report["exposed_comm_us"], float)
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"DEEP_COMM", "FIRST_BWD", "WEIGHT_UPDATE", "XFER_A", "XFER_B"} <= names
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_training(trlow, tmp_path):
+    outcome = trlow(*QUICK, "--trace", tmp_path / "missing" / "trace.json")
+    assert outcome.code == 2
+    assert "--trace" in outcome.err
