@@ -100,8 +100,8 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         "--deadline",
         metavar="SECONDS",
         type=rate,
-        default=60.0,
-        help="end with an error when nothing moves on any rank for so long",
+        default=argparse.SUPPRESS,
+        help="end with an error when nothing moves on any rank for so long (default: 60)",
     )
     _add_model(command)
     training = command.add_argument_group("training")

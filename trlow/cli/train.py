@@ -76,8 +76,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         "any_world_size": arguments.any_world_size,
         "global_batch_size": arguments.global_batch_size,
         "seed": arguments.seed,
-        "deadline_s": arguments.deadline,
     }
+    if "deadline" in arguments:
+        chosen["deadline_s"] = arguments.deadline
     if "gpus" in arguments:
         if "ranks" in arguments:
             raise SettingsError(
