@@ -36,24 +36,24 @@ def distance(left, right):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_one_gpu_agrees_with_the_host_device(model):
+def test_one_gpu_agrees_with_the_host_device(device, model):
     """Eleven steps; reductions differ in order, so fp32 rounding is amplified step by step."""
-    gpu, _, _ = weights_after_one_epoch("cuda", "0", model)
+    gpu, _, _ = weights_after_one_epoch(device, "0", model)
     host, _, _ = weights_after_one_epoch("host", "0", model)
     assert distance(gpu, host) < 1e-3
 
 
 @pytest.mark.gpu(2)
-def test_fused_staged_and_a_second_run_are_byte_equal_on_two_gpus():
+def test_fused_staged_and_a_second_run_are_byte_equal_on_two_gpus(device):
     digests = {
-        weights_after_one_epoch("cuda", "0-1", replay=mode)[1] for mode in ("fused", "staged")
+        weights_after_one_epoch(device, "0-1", replay=mode)[1] for mode in ("fused", "staged")
     }
-    digests.add(weights_after_one_epoch("cuda", "0-1")[1])
+    digests.add(weights_after_one_epoch(device, "0-1")[1])
     assert len(digests) == 1
 
 
 @pytest.mark.gpu(2)
-def test_two_gpus_with_half_the_batch_agree_with_one():
-    two, _, _ = weights_after_one_epoch("cuda", "0-1", "mlp")
-    one, _, _ = weights_after_one_epoch("cuda", "0", "mlp")
+def test_two_gpus_with_half_the_batch_agree_with_one(device):
+    two, _, _ = weights_after_one_epoch(device, "0-1", "mlp")
+    one, _, _ = weights_after_one_epoch(device, "0", "mlp")
     assert distance(two, one) < 1e-4
