@@ -85,7 +85,18 @@ struct Clique {
     bool stalled = false;
 };
 
+// Memory that a communicator was told of; known by a byte of its own.
+struct Registration {
+    const void* buffer = nullptr;
+    std::size_t nbytes = 0;
+};
+using Registrations = std::map<const void*, Registration>;
+
 struct Comm {
+    ~Comm() {  // an abort takes them with it
+        for (const auto& each : windows) delete static_cast<const char*>(each.first);
+        for (const auto& each : registrations) delete static_cast<const char*>(each.first);
+    }
     std::shared_ptr<Clique> clique;
     int rank = 0, device = 0;
     bool aborted = false, finalized = false;
@@ -97,7 +108,8 @@ struct Comm {
     std::vector<Waiter*> waiters;  // for pending == 0
     std::map<int, Factor> factors;
     int next_factor = kPreMulSum;
-    std::set<const void*> windows, registrations;
+    Registrations windows, registrations;
+    std::vector<std::size_t> symmetric;  // sizes of the symmetric windows made so far, in order
 };
 
 }  // namespace trlow_host

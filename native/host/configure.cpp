@@ -89,6 +89,12 @@ extern "C" int trlowHostLive(const char* what) {
     if (name == "captures") return size(s.captures);
     if (name == "modules") return size(s.modules);
     int count = 0;
+    if (name == "windows" || name == "reductions") {
+        for (const auto& entry : s.comms) {
+            count += name == "windows" ? size(entry.second->windows) : size(entry.second->factors);
+        }
+        return count;
+    }
     if (name == "graphs") {
         for (const auto& entry : s.graphs) count += entry.second->owned ? 0 : 1;
         return count;

@@ -138,6 +138,7 @@ static int end(Lock& lock, int injected) {
     std::swap(ended, mine);
     int code = injected != 0 ? injected : ended.error;
     if (code == 0 && !ended.members.empty()) code = meet(lock, ended.members);
+    if (code == 0) code = register_windows(ended.windows);
     if (code == 0) code = issue_all(ended.calls);
     return code;
 }

@@ -3,6 +3,7 @@
 // Invariant: nothing of a group happens before its end, and after any error in it nothing does.
 #pragma once
 
+#include "prototypes.h"  // generated from trlow/binding
 #include "state.h"
 
 namespace trlow_host {
@@ -20,11 +21,21 @@ struct Member {
     int rank = 0;
 };
 
+// One rank's wish for a window.
+struct WindowWish {
+    std::shared_ptr<Comm> comm;
+    void* buffer = nullptr;
+    std::size_t nbytes = 0;
+    ncclWindow_t* out = nullptr;
+    bool symmetric = false;
+};
+
 struct Group {
     int depth = 0;
     int error = 0;
     std::vector<Queued> calls;
     std::vector<Member> members;
+    std::vector<WindowWish> windows;
 };
 Group& group();
 
@@ -34,6 +45,9 @@ int refuse(int code, const std::string& report);
 int issue_call(Queued queued);
 // Enters the meeting now and waits for the other ranks, or queues in the open group.
 int join_meeting(Lock& lock, const Member& member);
+
+// nccl_window.cpp: registers all of them or none. Needs the lock.
+int register_windows(const std::vector<WindowWish>& wishes);
 
 // meeting.cpp: enters all of `members` and waits until their communicators exist.
 int meet(Lock& lock, const std::vector<Member>& members);

@@ -23,7 +23,7 @@ const Allocation* find_memory(const void* address, std::size_t nbytes) {
     return &next->second;
 }
 
-int allocate(int device, bool pinned, std::size_t nbytes, void** pointer) {
+int allocate(int device, bool pinned, std::size_t nbytes, void** pointer, bool shared) {
     State& s = state();
     *pointer = nullptr;
     if (nbytes == 0) return 0;
@@ -45,18 +45,21 @@ int allocate(int device, bool pinned, std::size_t nbytes, void** pointer) {
         if (!pinned) used -= nbytes;
         return kMemoryAllocation;
     }
-    s.memory[reinterpret_cast<std::uintptr_t>(memory)] = {nbytes, device, pinned};
+    s.memory[reinterpret_cast<std::uintptr_t>(memory)] = {nbytes, device, pinned, shared};
     *pointer = memory;
     return 0;
 }
 
 // Waits for the device first, as CUDA does: work that is enqueued may use the memory.
-int release(Lock& lock, void* pointer, bool pinned) {
+int release(Lock& lock, void* pointer, bool pinned, bool shared) {
     State& s = state();
     if (pointer == nullptr) return 0;
     const auto key = reinterpret_cast<std::uintptr_t>(pointer);
     auto found = s.memory.find(key);
-    if (found == s.memory.end() || found->second.pinned != pinned) return kInvalidValue;
+    if (found == s.memory.end() || found->second.pinned != pinned ||
+        found->second.shared != shared) {
+        return kInvalidValue;
+    }
     const int code = wait_device(lock, found->second.device);
     if (code == kLaunchTimeout) return code;
     found = s.memory.find(key);

@@ -216,6 +216,10 @@ extern "C" ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* out, void* scalar,
         return nccl_result(refuse(kNcclInvalidArgument, "ncclRedOpCreatePreMulSum: null or "
                                                         "unknown communicator, scalar or type"));
     }
+    if (residence == ncclScalarDevice && !memory_is_good(scalar, nbytes, comm->device)) {
+        return nccl_result(refuse(kNcclInvalidArgument, "the factor does not lie in memory of "
+                                                        "device " + std::to_string(comm->device)));
+    }
     Factor factor;
     factor.dtype = static_cast<int>(dtype);
     factor.on_device = residence == ncclScalarDevice;

@@ -1,6 +1,4 @@
-// NCCL: what communicators say of themselves, memory, registrations and windows.
-//
-// Invariant: a window's memory lies on its communicator's device and starts on 4096 bytes.
+// NCCL: what communicators say of themselves, and memory that other devices can map.
 #include "entry.h"
 #include "group.h"
 
@@ -58,7 +56,7 @@ extern "C" ncclResult_t ncclMemAlloc(void** pointer, size_t nbytes) {
         const Lock lock(state().mutex);
         if (forbid_unsafe() != 0) return ncclUnhandledCudaError;
     }
-    const int code = allocate(self().device, false, nbytes, pointer);
+    const int code = allocate(self().device, false, nbytes, pointer, true);
     return code == 0 ? ncclSuccess : ncclUnhandledCudaError;
 }
 
@@ -67,65 +65,14 @@ extern "C" ncclResult_t ncclMemFree(void* pointer) {
     TRLOW_NCCL(ncclMemFree);
     Lock lock(state().mutex);
     if (forbid_unsafe() != 0) return ncclUnhandledCudaError;
-    return release(lock, pointer, false) == 0 ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-// A registration is known by a byte of its own.
-static int add(const Comm& comm, std::set<const void*>& set, const void* buffer, size_t nbytes,
-               void** out) {
-    const Allocation* found = find_memory(buffer, nbytes);
-    if (out == nullptr || nbytes == 0 || found == nullptr || found->pinned ||
-        found->device != comm.device) {
-        return refuse(kNcclInvalidArgument, "the buffer does not lie in memory of device " +
-                                                std::to_string(comm.device));
+    for (const auto& entry : state().comms) {
+        for (const auto& window : entry.second->windows) {
+            if (find_memory(window.second.buffer, 1) == find_memory(pointer, 1)) {
+                return nccl_result(refuse(kNcclInvalidUsage, "a window of rank " +
+                                                                 std::to_string(entry.second->rank) +
+                                                                 " lies on this memory"));
+            }
+        }
     }
-    *out = new char;
-    set.insert(*out);
-    return 0;
-}
-
-static int remove(std::set<const void*>& set, const void* token) {
-    if (set.erase(token) == 0) return refuse(kNcclInvalidArgument, "it is not registered here");
-    delete static_cast<const char*>(token);
-    return 0;
-}
-
-TRLOW_ENTRY(ncclCommRegister);
-extern "C" ncclResult_t ncclCommRegister(const ncclComm_t handle, void* buffer, size_t nbytes,
-                                         void** out) {
-    TRLOW_NCCL(ncclCommRegister);
-    const Lock lock(state().mutex);
-    const auto comm = find_comm(handle);
-    if (!comm) return nccl_result(no_comm());
-    return nccl_result(add(*comm, comm->registrations, buffer, nbytes, out));
-}
-
-TRLOW_ENTRY(ncclCommDeregister);
-extern "C" ncclResult_t ncclCommDeregister(const ncclComm_t handle, void* token) {
-    TRLOW_NCCL(ncclCommDeregister);
-    const Lock lock(state().mutex);
-    const auto comm = find_comm(handle);
-    return nccl_result(comm ? remove(comm->registrations, token) : no_comm());
-}
-
-TRLOW_ENTRY(ncclCommWindowRegister);
-extern "C" ncclResult_t ncclCommWindowRegister(ncclComm_t handle, void* buffer, size_t nbytes,
-                                               ncclWindow_t* out, int) {
-    TRLOW_NCCL(ncclCommWindowRegister);
-    const Lock lock(state().mutex);
-    const auto comm = find_comm(handle);
-    if (!comm) return nccl_result(no_comm());
-    if (reinterpret_cast<std::uintptr_t>(buffer) % NCCL_WIN_REQUIRED_ALIGNMENT != 0) {
-        return nccl_result(refuse(kNcclInvalidArgument, "a window must start on 4096 bytes"));
-    }
-    return nccl_result(
-        add(*comm, comm->windows, buffer, nbytes, reinterpret_cast<void**>(out)));
-}
-
-TRLOW_ENTRY(ncclCommWindowDeregister);
-extern "C" ncclResult_t ncclCommWindowDeregister(ncclComm_t handle, ncclWindow_t window) {
-    TRLOW_NCCL(ncclCommWindowDeregister);
-    const Lock lock(state().mutex);
-    const auto comm = find_comm(handle);
-    return nccl_result(comm ? remove(comm->windows, window) : no_comm());
+    return release(lock, pointer, false, true) == 0 ? ncclSuccess : ncclUnhandledCudaError;
 }

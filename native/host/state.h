@@ -43,6 +43,7 @@ struct Allocation {
     std::size_t nbytes = 0;
     int device = 0;
     bool pinned = false;
+    bool shared = false;  // by ncclMemAlloc: other devices can map it, so a window may lie on it
 };
 
 struct Device {
@@ -179,8 +180,8 @@ const char* dtype_name(int dtype);
 
 // memory.cpp -----------------------------------------------------------------------------------
 const Allocation* find_memory(const void* address, std::size_t nbytes);
-int allocate(int device, bool pinned, std::size_t nbytes, void** pointer);
-int release(Lock& lock, void* pointer, bool pinned);
+int allocate(int device, bool pinned, std::size_t nbytes, void** pointer, bool shared = false);
+int release(Lock& lock, void* pointer, bool pinned, bool shared = false);
 
 // report.cpp -----------------------------------------------------------------------------------
 void set_report(const std::string& text);
