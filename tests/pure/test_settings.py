@@ -149,6 +149,9 @@ def test_without_a_batch_size_there_is_no_local_one():
         {"host_devices": 0},
         {"host_workers": -1},
         {"host_schedule_seed": -1},
+        {"kernel_cache": "relative/folder"},
+        {"kernel_cache": ""},
+        {"kernel_cache": 3},
     ],
     ids=str,
 )
@@ -204,6 +207,29 @@ def test_bad_variables_are_refused(monkeypatch, name, text):
     monkeypatch.setenv(f"TRLOW_{name}", text)
     with pytest.raises(SettingsError, match=text):
         Settings.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/trlow/kernels"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/trlow/kernels"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/trlow/kernels"),
+        ({"HOME": "/h"}, "/h/.cache/trlow/kernels"),
+        ({"HOME": "relative"}, None),
+        ({}, None),
+        ({"HOME": "/h", "TRLOW_KERNEL_CACHE": "/mine"}, "/mine"),
+        ({"HOME": "/h", "TRLOW_KERNEL_CACHE": ""}, "/h/.cache/trlow/kernels"),
+        ({"HOME": "/h", "TRLOW_KERNEL_CACHE": "off"}, None),
+    ],
+    ids=str,
+)
+def test_where_compiled_kernels_are_kept(monkeypatch, variables, folder):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Settings.from_environment().kernel_cache_folder == folder
 
 
 def test_settings_cannot_be_changed():

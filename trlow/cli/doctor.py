@@ -48,6 +48,10 @@ def _show(console: Console, found: Findings) -> None:
             ],
         )
     console.line()
+    cache = found.kernel_cache
+    unusable = f"; cannot be used, so every start compiles: {cache.problem}"
+    console.line(f"kernel cache: {cache.folder or 'none'}{unusable if cache.problem else ''}")
+    console.line()
     if found.environment:
         console.table("environment", ("variable", "value"), list(found.environment.items()))
     else:

@@ -22,6 +22,7 @@ from trlow.binding.clib import Library, copies
 from trlow.cli.selftest import mean_over_ranks
 from trlow.device import Platform
 from trlow.errors import TrlowError
+from trlow.kernel_cache import KernelCache
 from trlow.settings import Settings, variables_in_effect
 from trlow.version import __version__
 
@@ -58,6 +59,14 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """Where compiled kernels are kept, and why they cannot be."""
+
+    folder: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Something that cannot work here, why, in the words of what was tried."""
 
@@ -77,6 +86,7 @@ class Findings:
     host_devices: int = 0
     gpus: list[Gpu] = field(default_factory=list)
     peer_access: list[list[bool]] = field(default_factory=list)  # [from][to]
+    kernel_cache: Cache = field(default_factory=Cache)
     environment: dict[str, str] = field(default_factory=dict)
     cannot: list[Problem] = field(default_factory=list)
 
@@ -85,6 +95,8 @@ def examine(settings: Settings) -> Findings:
     """Look at everything once. The host device runs a small program; no GPU does."""
     found = Findings(__version__, machine.python_version(), np.__version__)
     found.environment = variables_in_effect()
+    folder = settings.kernel_cache_folder
+    found.kernel_cache = Cache(folder, KernelCache(folder).problem())
     _examine_host(found, settings)
     runtime = _examine_library(found, "cudart", lambda: cudart.load(settings.cudart_library))
     kernel_driver = _examine_library(found, "cuda", lambda: driver.load(settings.driver_library))

@@ -23,7 +23,7 @@ from trlow.measure import exposed_training_comm_us, trace_training
 from trlow.nn.models import MODELS
 from trlow.report import Progress
 from trlow.schedule import Training
-from trlow.settings import Settings
+from trlow.settings import Settings, variables_in_effect
 from trlow.task import Task
 
 EXIT_HUNG = 70
@@ -91,6 +91,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         chosen["gpus"] = f"0-{last}" if last else "0"
         # The host device has as many devices as one asks for.
         chosen["host_devices"] = arguments.ranks
+    if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
+        chosen["loopback_only"] = True  # all ranks are in this process, so nobody else connects
     return Settings.from_environment(**chosen)
 
 

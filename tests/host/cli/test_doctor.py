@@ -70,6 +70,23 @@ def test_a_missing_library_is_a_finding_and_no_failure(trlow, monkeypatch):
     assert "/no/such/libnccl.so.2" in trlow("doctor").out
 
 
+def test_the_kernel_cache_is_shown_and_whether_it_can_be_used(trlow, monkeypatch, tmp_path):
+    folder = str(tmp_path / "kernels")
+    monkeypatch.setenv("TRLOW_KERNEL_CACHE", folder)
+    assert as_json(trlow("doctor", "--json"))["kernel_cache"] == {"folder": folder, "problem": None}
+    assert f"kernel cache: {folder}\n" in trlow("doctor").out
+    Path(folder).chmod(0o777)
+    outcome = trlow("doctor")
+    assert outcome.code == 0
+    assert "every start compiles" in outcome.out
+    assert (
+        "can be written by others" in as_json(trlow("doctor", "--json"))["kernel_cache"]["problem"]
+    )
+    monkeypatch.setenv("TRLOW_KERNEL_CACHE", "off")
+    found = as_json(trlow("doctor", "--json"))["kernel_cache"]
+    assert found == {"folder": None, "problem": "it is switched off"}
+
+
 def test_a_missing_host_device_is_exit_code_1_with_the_reason(trlow, monkeypatch):
     monkeypatch.setenv("TRLOW_HOST_LIBRARY", "/no/such/host.so")
     outcome = trlow("doctor")

@@ -13,6 +13,8 @@ import time
 import pytest
 
 from trlow import data
+from trlow.cli.parser import build
+from trlow.cli.train import settings_of
 from trlow.range_op import MEAN_STRATEGIES
 from trlow.report import Epoch
 from trlow.task import Task
@@ -280,3 +282,16 @@ def test_a_trace_that_cannot_be_written_is_refused_before_training(trlow, tmp_pa
     outcome = trlow(*QUICK, "--trace", tmp_path / "missing" / "trace.json")
     assert outcome.code == 2
     assert "--trace" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("variable", "loopback_only"), [(None, True), ("", True), ("0", False), ("1", True)]
+)
+def test_nccl_is_kept_to_loopback_unless_the_user_says_otherwise(
+    monkeypatch, variable, loopback_only
+):
+    monkeypatch.delenv("TRLOW_LOOPBACK_ONLY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TRLOW_LOOPBACK_ONLY", variable)
+    arguments = build("0").parse_args(["train"])
+    assert settings_of(arguments).loopback_only is loopback_only
