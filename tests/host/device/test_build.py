@@ -61,7 +61,7 @@ def test_a_definition_that_differs_from_its_prototype_does_not_compile(build, tm
     ):
         source = tmp_path / "definition.cpp"
         source.write_text(f'#include "prototypes.h"\nextern "C" {definition} {{ return {{}}; }}')
-        command = [*build.find_compiler(), *build.COMMON, *build.WARNINGS, *build.HOST]
+        command = [*build.find_compiler(), *build.COMMON, *build.HOST]
         command += [f"-I{tmp_path}", "-fsyntax-only", source]
         codes.append(subprocess.run(command, capture_output=True).returncode)
     assert codes == [0, 1, 1, 1]
@@ -119,3 +119,14 @@ def test_capture_and_replay_on_four_ranks_are_clean(build, tmp_path, sanitizer):
             capture_output=True, text=True, timeout=100, env={**os.environ, **options},
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done.stderr[:4000]
+
+
+def test_a_strict_build_allows_no_warning_and_an_install_does(build, tmp_path, monkeypatch):
+    source = tmp_path / "warned.cpp"
+    source.write_text("static int unused;\n")
+    monkeypatch.setattr(build, "units", lambda: [build.Unit(source, (), "host")])
+    for _ in range(2):  # the object of the first build does not hide the warning from the second
+        with pytest.raises(build.BuildError, match="no warning"):
+            build.build(tmp_path / "out", build_dir=tmp_path / "work", strict=True)
+    assert not (tmp_path / "out" / build.NAME).exists()
+    assert build.build(tmp_path / "out", build_dir=tmp_path / "work").exists()
