@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trlow.errors import PlanError, UsageError
+from trlow.errors import PlanError, SettingsError, UsageError
 from trlow.plan import Range
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from trlow.device import Platform
     from trlow.plan import MemoryPlan
+    from trlow.settings import Settings
 
+WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT, of a window's start and size
+WINDOWS_SINCE, ABORTABLE_SINCE = 22700, 22907  # versions of NCCL
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
 
@@ -59,6 +62,28 @@ def check_memory(platform: Platform, plan: MemoryPlan, devices: Sequence[int]) -
             raise PlanError(message)
 
 
+def check_window(settings: Settings, platform: Platform, world_size: int) -> None:
+    """Refuse symmetric windows where they cannot be, or could hang beyond an abort.
+
+    Raises ``SettingsError``, or ``LibraryError`` for an NCCL that has none.
+    """
+    if settings.arena != "window":
+        return
+    if world_size == 1:
+        raise SettingsError(
+            "arena='window' with one rank: there is no communicator to register a window with; "
+            "use arena='plain'"
+        )
+    platform.nccl.require("arena='window'", WINDOWS_SINCE)
+    if platform.nccl.version < ABORTABLE_SINCE and not settings.allow_unabortable:
+        since = platform.nccl.interface.version_text(ABORTABLE_SINCE)
+        raise SettingsError(
+            f"arena='window' with NCCL {platform.nccl.version_text}: below {since} its kernels on "
+            "windows do not look for an abort, so when a rank does not come nothing but the end of "
+            "the process helps; set allow_unabortable, take a newer NCCL, or use arena='plain'"
+        )
+
+
 class Arena:
     """The memory of one rank. ``call(function)`` runs a function on the rank's own thread."""
 
@@ -69,10 +94,13 @@ class Arena:
         rank: int,
         stream: int,
         call: Callable[[Callable[[], Any]], Any],
+        *,
+        window: bool = False,
     ) -> None:
         """Allocate ``plan.arena_nbytes`` bytes and zero them. Runs on the rank's own thread.
 
-        ``stream`` carries this arena's own copies. Raises ``CudaError`` without memory.
+        ``stream`` carries this arena's own copies; with ``window`` the memory is NCCL's, as a
+        symmetric window needs it. Raises ``CudaError`` or ``NcclError`` without memory.
         """
         self.plan = plan
         self.rank = rank
@@ -80,13 +108,22 @@ class Arena:
         self._cudart = platform.cudart
         self._stream = stream
         self._call = call
-        self.base = self._allocate(plan.arena_nbytes)
+        self._nccl = platform.nccl if window else None
+        self.nbytes = _window_nbytes(plan.arena_nbytes) if window else plan.arena_nbytes
+        self.base = self._allocate_arena()
         try:
-            self._cudart.cudaMemsetAsync(self.base, 0, plan.arena_nbytes, stream)
+            self._cudart.cudaMemsetAsync(self.base, 0, self.nbytes, stream)
             self._cudart.cudaStreamSynchronize(stream)
         except BaseException:
             self.close()
             raise
+
+    def _allocate_arena(self) -> int:
+        if self._nccl is None:
+            return self._allocate(self.nbytes)
+        pointer = c_void_p()
+        self._nccl.ncclMemAlloc(byref(pointer), self.nbytes)
+        return pointer.value or 0
 
     def _allocate(self, nbytes: int) -> int:
         pointer = c_void_p()
@@ -188,4 +225,12 @@ class Arena:
         """Give the memory back; a second call does nothing."""
         if self.base:
             base, self.base = self.base, 0
-            self._cudart.cudaFree(base)
+            if self._nccl is None:
+                self._cudart.cudaFree(base)
+            else:
+                self._nccl.ncclMemFree(base)
+
+
+def _window_nbytes(nbytes: int) -> int:
+    """Rounded up to what a window's size has to be a multiple of."""
+    return max(-(-nbytes // WINDOW_ALIGNMENT), 1) * WINDOW_ALIGNMENT

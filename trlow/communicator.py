@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trlow.errors import ForeignError, TrlowError, UsageError
+from trlow.errors import ForeignError, SettingsError, TrlowError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trlow.device import Platform
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 SCALAR_ON_DEVICE = 0  # ncclScalarDevice: the factor is read when the collective runs
 QUIET = (0, 7)  # ncclSuccess, ncclInProgress
+COLL_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 FLOAT32 = 7  # ncclFloat32; any type will do for a call that must be refused
 
 
@@ -57,16 +58,43 @@ class Communicators:
             self._nccl.ncclCommInitAll(handles, len(devices), (c_int * len(devices))(*devices))
         self.handles: list[int] = [handle or 0 for handle in handles]
         self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
+        self._windows: dict[int, int] = {}  # rank -> ncclWindow_t
         self._aborts: list[threading.Thread] = []
         self._abort_errors: list[TrlowError] = []
 
     def group(self, calls: Iterable[Call]) -> None:
         """Issue all calls as one group, or nothing at all. Raises ``NcclError``, ``UsageError``."""
         prepared = [self._prepare(call) for call in calls]
-        self._nccl.ncclGroupStart()
-        try:
+        with self._indivisible():
             for issue in prepared:
                 issue()
+
+    def register(self, addresses: Sequence[int], nbytes: int) -> None:
+        """Make the memory at ``addresses``, one for each rank, one symmetric window. Coordinator.
+
+        Before any capture. Raises ``NcclError``, ``SettingsError`` where NCCL makes no window.
+        """
+        register = self._nccl.ncclCommWindowRegister
+        windows = [c_void_p() for _ in self.handles]
+        try:
+            with self._indivisible():
+                for handle, address, window in zip(self.handles, addresses, windows, strict=True):
+                    register(handle, address, nbytes, byref(window), COLL_SYMMETRIC)
+        finally:
+            self._windows = {r: window.value for r, window in enumerate(windows) if window.value}
+        if len(self._windows) < len(windows):
+            raise SettingsError(
+                "arena='window': NCCL registered no window and gave no error, as it does where "
+                "memory cannot be symmetric: GPUs without peer access, NCCL_CUMEM_ENABLE=0 or "
+                "NCCL_WIN_ENABLE=0; use arena='plain'"
+            )
+
+    @contextmanager
+    def _indivisible(self) -> Iterator[None]:
+        """One group of whatever the body issues; nothing of it happens if the body raises."""
+        self._nccl.ncclGroupStart()
+        try:
+            yield
         except BaseException:
             self._poison()
             raise
@@ -146,7 +174,8 @@ class Communicators:
         """Abort every rank on helper threads at once, so that spinning kernels exit. No wait."""
         if self._aborts or not self.handles:
             return
-        self._reductions.clear()  # they go with their communicators
+        self._reductions.clear()  # both go with their communicators
+        self._windows.clear()
         handles, self.handles = self.handles, []
         for rank, handle in enumerate(handles):
             thread = threading.Thread(
@@ -176,13 +205,19 @@ class Communicators:
         return self._abort_errors[0] if self._abort_errors else None
 
     def close(self) -> None:
-        """Destroy reductions, then communicators; every graph that captured them must be gone."""
+        """Windows, reductions, communicators; every graph that captured them must be gone."""
         handles, self.handles = self.handles, []
+        windows, self._windows = self._windows, {}
         reductions, self._reductions = self._reductions, {}
         releases = [
+            (rank, partial(self._nccl.ncclCommWindowDeregister, handles[rank], window))
+            for rank, window in windows.items()
+        ]
+        releases += [
             (rank, partial(self._nccl.ncclRedOpDestroy, made, handles[rank]))
             for (rank, _, _), made in reductions.items()
-        ] + [
+        ]
+        releases += [
             (rank, partial(self._nccl.ncclCommDestroy, handle))
             for rank, handle in enumerate(handles)
         ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from trlow import capture as capturing
 from trlow import warmup
-from trlow.arena import check_memory
+from trlow.arena import check_memory, check_window
 from trlow.device import Platform
 from trlow.enqueue import enqueue_phase, groups_of
 from trlow.errors import TrlowError, UsageError
@@ -56,6 +56,7 @@ class Runtime:
         self.plan = plan
         self.platform = platform or Platform.open(settings)
         devices = settings.devices(self.platform.device_count())
+        check_window(settings, self.platform, len(devices))
         check_memory(self.platform, plan, devices)
         self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
         self._fused: dict[int, list[capturing.Graphs]] = {}  # by id of the replay; one per rank
@@ -69,6 +70,7 @@ class Runtime:
             settings.deadline_s,
             self._destroy_graphs,
             watched=settings.watch,
+            window=settings.arena == "window",
         )
         ranks = self._team.ranks
         self._forgotten = weakref.finalize(

@@ -19,6 +19,7 @@ from trlow.errors import SettingsError
 __all__ = ["Settings", "parse_gpus", "set_variables", "variables_in_effect"]
 
 _DEVICES = ("auto", "host", "cuda")
+_ARENAS = ("plain", "window")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -32,6 +33,8 @@ class Settings:
     global_batch_size: int | None = None  # rows of one step over all ranks
     seed: int = 0
     deadline_s: float = 60.0  # seconds a step may make no progress
+    arena: str = "plain"  # "window": a symmetric NCCL window on all ranks, so at least two
+    allow_unabortable: bool = False  # windows below NCCL 2.29.7: a hang there ends the process
     watch: bool = True  # graphs tell how far they are, so that a hang on the device is noticed
     nccl_library: str | None = None  # paths; None: look for them
     cudart_library: str | None = None
@@ -48,6 +51,8 @@ class Settings:
         if self.device not in _DEVICES:
             known = ", ".join(_DEVICES)
             raise SettingsError(f"device {self.device!r} is unknown; use one of {known}")
+        if self.arena not in _ARENAS:
+            raise SettingsError(f"arena {self.arena!r} is unknown; use one of {', '.join(_ARENAS)}")
         parse_gpus(self.gpus)
         if self.global_batch_size is not None:
             _check_int("global batch size", self.global_batch_size, 1)

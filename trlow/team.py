@@ -53,9 +53,14 @@ class Team:
         destroy_graphs: Callable[[Rank], None],
         *,
         watched: bool,
+        window: bool = False,
     ) -> None:
-        """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs."""
+        """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs.
+
+        With ``window`` the arenas are one symmetric window of the communicators.
+        """
         self._watched = watched
+        self._window = window
         self.platform = platform
         self.plan = plan
         self.ranks = Ranks(devices, deadline_s)
@@ -71,6 +76,7 @@ class Team:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
         self.connect()
         self.members = self._run(self._open_rank)
+        self._register()
 
     def connect(self) -> None:
         """Make communicators if there are several ranks and none yet. On the coordinator."""
@@ -82,6 +88,23 @@ class Team:
         self._finish([job])
         self._communicators = job.result
         self.generation += 1
+        if self.members:
+            self._register()
+
+    def _register(self) -> None:
+        """Make the arenas a window, where that was asked for. On the coordinator."""
+        communicators = self._communicators
+        if not self._window or communicators is None:
+            return
+        arenas = [member.arena for member in self.members]
+        bases, nbytes = [arena.base for arena in arenas], arenas[0].nbytes
+        try:
+            register = partial(communicators.register, bases, nbytes)
+            self._finish([self.ranks.coordinator.submit(register)])
+        except BaseException:
+            self._communicators = None  # without the window they are not what was asked for
+            self.ranks.settle([self.ranks.coordinator.submit(communicators.close)])
+            raise
 
     def _open_rank(self, rank: int) -> Rank:
         """Everything that one rank owns; on its own thread, whose device stays current."""
@@ -91,7 +114,8 @@ class Team:
         streams = Streams(platform, Stream)
         stack.callback(streams.close)
         call = partial(self._call, self.ranks.workers[rank])
-        arena = Arena(platform, self.plan, rank, streams[Stream.UPDATE], call)
+        update = streams[Stream.UPDATE]
+        arena = Arena(platform, self.plan, rank, update, call, window=self._window)
         stack.callback(arena.close)
         owned = (
             Events(platform),
@@ -274,7 +298,7 @@ class Team:
             raise RankError(message, rank=None, step=None, stage=None)
 
     def close(self) -> None:
-        """Graphs, communicators, events and streams, arenas, threads. The first error is raised.
+        """Graphs, windows, communicators, events and streams, arenas, threads. First error raised.
 
         Of a dead team nothing is released: a thread may still hang in C inside what would go.
         """
