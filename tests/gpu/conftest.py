@@ -21,6 +21,7 @@ from trlow.settings import Settings
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE))  # every_kernel.py is a script, and imported by a test
 DEVICE = os.environ.get("TRLOW_TEST_DEVICE") or "cuda"
 
 
