@@ -66,7 +66,7 @@ class Task:
         self.history: list[Epoch] = []
         self._compiled: Compiled | None = None
         self._runtime: Runtime | None = None
-        self._replays: dict[str, Replay] = {}
+        self.replays: dict[str, Replay] = {}  # by the name of the program
         self._closed = False
         self._dead = False
         _check_data(self)
@@ -141,7 +141,7 @@ class Task:
         self._runtime = Runtime(self.settings, compiled.plan, platform=platform)
         try:
             for name, program in compiled.programs.items():
-                self._replays[name] = self._runtime.capture(program, self.training.replay)
+                self.replays[name] = self._runtime.capture(program, self.training.replay)
             self._compiled = compiled
             self._initialise()
         except BaseException as error:
@@ -188,12 +188,12 @@ class Task:
             local_batch,
             self._scalars(metric_scale=float(local_batch)),
         )
-        if "bn_inference" in self._replays:
-            self._replays["bn_inference"].run(1)
-        self._replays["clear_metrics"].run(1)
-        self._replays["validate"].run(batches.steps, batches.fill)
-        if "validate_result" in self._replays:
-            self._replays["validate_result"].run(1)
+        if "bn_inference" in self.replays:
+            self.replays["bn_inference"].run(1)
+        self.replays["clear_metrics"].run(1)
+        self.replays["validate"].run(batches.steps, batches.fill)
+        if "validate_result" in self.replays:
+            self.replays["validate_result"].run(1)
         sums = self.runtime.arenas[0].copy_out("accumulated")
         loss, top1, top5 = (float(total) / self.validation.rows for total in sums)
         return Metrics(loss, top1, top5)
@@ -221,7 +221,7 @@ class Task:
         return run_report(
             self.runtime,
             self.compiled,
-            self._replays["train"],
+            self.replays["train"],
             global_batch_size=self.global_batch_size,
             dropped_rows=self.dropped_rows,
             model=self.name,
@@ -232,7 +232,7 @@ class Task:
     def close(self) -> None:
         """Give everything back. Does nothing the second time."""
         self._closed = True
-        self._replays.clear()
+        self.replays.clear()
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             self._dead = runtime.dead
@@ -242,8 +242,8 @@ class Task:
         """The initial state on rank 0, then on all: no rank's own beginning is trusted."""
         for name, values in initial_state(self.compiled, self.settings.seed).items():
             self.runtime.arenas[0].copy_in(name, values)
-        if "broadcast" in self._replays:
-            self._replays["broadcast"].run(1)
+        if "broadcast" in self.replays:
+            self.replays["broadcast"].run(1)
         scalars = self._scalars(metric_scale=0.0)
         for arena in self.runtime.arenas:  # read between steps, when no slot has been loaded yet
             arena.copy_in("a.bn_eps", np.array([scalars["bn_eps"]], np.float32))
@@ -295,9 +295,9 @@ class Task:
         )
         rates = tuple(schedule.rate(index * steps + step) for step in range(steps))
         batches = self._batches(order, rates, first)
-        self._replays["clear_metrics"].run(1)
+        self.replays["clear_metrics"].run(1)
         # Counting every call of the loop once is enough, and leaves the other epochs undisturbed.
-        self._replays["train"].run(
+        self.replays["train"].run(
             steps, batches.fill, first_step=first, audit=not self.history, progress=tick
         )
         arena = self.runtime.arenas[0]

@@ -52,7 +52,7 @@ def test_a_short_training_step_uses_its_real_rows_only(model, rows, replay, make
     for tail, label in ((0.0, 0), (1e9, 6), (-1e9, 3)):
         with open_task(MODELS[model], data, ranks=2, batch=8, replay=replay) as task:
             feed = feed_of(task, data, rows, 0.5, (0.1,))
-            task._replays["train"].run(1, filled(feed, tail, label))
+            task.replays["train"].run(1, filled(feed, tail, label))
             parameters = task.compiled.parameters
             names = [p.name for p in parameters] + [p.gradient for p in parameters] + ["result"]
             assert task.runtime.arenas[0].copy_out("skip")[0] == 0
@@ -66,7 +66,7 @@ def test_one_real_row_more_changes_a_short_training_step(make_data, open_task):
     data, seen = make_data(8), []
     for rows in (3, 4):
         with open_task(PLAIN, data, ranks=2, batch=8) as task:
-            task._replays["train"].run(1, feed_of(task, data, rows, 0.5, (0.1,)).fill)
+            task.replays["train"].run(1, feed_of(task, data, rows, 0.5, (0.1,)).fill)
             seen.append(copies(task, ["conv0.weight", "result"]))
     assert seen[0] != seen[1]
 
@@ -82,7 +82,7 @@ def test_a_tail_that_is_counted_changes_a_short_training_step(make_data, open_ta
                 honest(rank, step, slot)
                 slot["rows"][0] = 4
 
-            task._replays["train"].run(1, fill)
+            task.replays["train"].run(1, fill)
             seen.append(copies(task, ["conv0.weight", "result"]))
     assert seen[0] != seen[1]
 
@@ -97,9 +97,9 @@ def test_a_short_validation_batch_uses_its_real_rows_only(model, rows, make_data
         feed = feed_of(task, task.validation, rows, task.compiled.network.local_batch)
         seen = []
         for tail in (0.0, 1e9):
-            task._replays["clear_metrics"].run(1)
-            task._replays["validate"].run(1, filled(feed, tail))
-            task._replays["validate_result"].run(1)
+            task.replays["clear_metrics"].run(1)
+            task.replays["validate"].run(1, filled(feed, tail))
+            task.replays["validate_result"].run(1)
             seen.append([a.copy_out("accumulated") for a in task.runtime.arenas])
     assert all(np.array_equal(seen[0][0], sums) for sums in seen[0] + seen[1])
     loss, top1, top5 = (float(s) / rows for s in seen[1][0])
@@ -126,8 +126,8 @@ def test_statistics_are_equal_on_all_ranks_at_every_home(ranks, replay, make_dat
         was = copies(task, homes["previous"])[0]
         for step in range(2):
             feed = feed_of(task, data, 12 * (step + 1), 1 / ranks, (0.1, 0.1))
-            task._replays["train"].run(1, feed.fill)
-        task._replays["bn_inference"].run(1)
+            task.replays["train"].run(1, feed.fill)
+        task.replays["bn_inference"].run(1)
         found = {home: copies(task, names) for home, names in homes.items()}
     for home in ("previous", "next", "folded"):
         assert all(rank == found[home][0] for rank in found[home]), home

@@ -30,7 +30,7 @@ def batches(task, scale, rates, rows=None):
 def train(task, rates):
     """Train one step a rate, on consecutive rows."""
     feed = batches(task, 1.0 / task.compiled.world_size, rates)
-    task._replays["train"].run(len(rates), feed.fill)
+    task.replays["train"].run(len(rates), feed.fill)
 
 
 def everything(task, persistent):
@@ -98,7 +98,7 @@ def test_everything_persistent_is_equal_on_all_ranks_after_every_step(
         before = persistent(task)
         for step in range(4):
             feed = batches(task, 1.0 / ranks, [0.1], np.arange(12 * step, 12 * step + 12))
-            task._replays["train"].run(1, feed.fill)
+            task.replays["train"].run(1, feed.fill)
             states = everything(task, persistent)
             for other in states[1:]:
                 assert_equal(states[0], other)
@@ -137,7 +137,7 @@ def test_the_broadcast_makes_all_ranks_equal_whatever_was_there(make_data, open_
                 noise = generator.integers(0, 256, values.nbytes, np.uint8).view(values.dtype)
                 task.runtime.arenas[rank].copy_in(name, noise.reshape(values.shape))
         root = persistent(task, 0)
-        task._replays["broadcast"].run(1)
+        task.replays["broadcast"].run(1)
         for state in everything(task, persistent):
             assert_equal(root, state)
 
@@ -205,9 +205,9 @@ def test_padding_rows_of_a_short_batch_count_for_nothing(make_data, open_task):
             feed.fill(rank, step, slot)
             slot["data"][len(feed.rows(rank, step)) :] = 1e9
 
-        task._replays["clear_metrics"].run(1)
-        task._replays["validate"].run(1, fill)
-        task._replays["validate_result"].run(1)
+        task.replays["clear_metrics"].run(1)
+        task.replays["validate"].run(1, fill)
+        task.replays["validate_result"].run(1)
         sums = task.runtime.arenas[1].copy_out("accumulated")
         assert tuple(float(s) / 5 for s in sums) == (expected.loss, expected.top1, expected.top5)
 
@@ -247,7 +247,7 @@ def test_skipped_steps_are_counted_and_leave_the_mean_loss_alone(make_data, open
         losses = []
         for step in (0, 2, 3):
             feed = batches(task, 0.5, [0.0], order[8 * step : 8 * step + 8])
-            task._replays["train"].run(1, feed.fill)
+            task.replays["train"].run(1, feed.fill)
             losses.append(task.runtime.arenas[0].copy_out("result")[0] / 2)
     assert epoch.train_loss == pytest.approx(np.mean(losses), rel=1e-6)
 
