@@ -70,39 +70,7 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         "train a model and validate it after every epoch",
         "Train a model over all ranks, validate it after every epoch, and write a report.",
     )
-    devices = command.add_argument_group("devices")
-    devices.add_argument(
-        "--device",
-        choices=("auto", "host", "cuda"),
-        default="auto",
-        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks",
-    )
-    devices.add_argument(
-        "--gpus",
-        metavar="LIST",
-        default=argparse.SUPPRESS,
-        help='devices to use, one rank on each: "0-3", "0,2,3" or "all"; not with --ranks '
-        "(default: all)",
-    )
-    devices.add_argument(
-        "--ranks",
-        metavar="N",
-        type=whole(1),
-        default=argparse.SUPPRESS,
-        help="how many ranks, on devices 0 to N-1; not with --gpus (default: one per device)",
-    )
-    devices.add_argument(
-        "--any-world-size",
-        action="store_true",
-        help="allow a number of ranks that is not a power of two",
-    )
-    devices.add_argument(
-        "--deadline",
-        metavar="SECONDS",
-        type=rate,
-        default=argparse.SUPPRESS,
-        help="end with an error when nothing moves on any rank for so long (default: 60)",
-    )
+    _add_devices(command)
     _add_model(command)
     training = command.add_argument_group("training")
     training.add_argument(
@@ -151,6 +119,55 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         "communication adds to a step (default: none)",
     )
     command.set_defaults(run=train.run)
+
+
+def _add_devices(command: Parser) -> None:
+    """Add where the ranks run, and in what memory."""
+    devices = command.add_argument_group("devices")
+    devices.add_argument(
+        "--device",
+        choices=("auto", "host", "cuda"),
+        default="auto",
+        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks",
+    )
+    devices.add_argument(
+        "--gpus",
+        metavar="LIST",
+        default=argparse.SUPPRESS,
+        help='devices to use, one rank on each: "0-3", "0,2,3" or "all"; not with --ranks '
+        "(default: all)",
+    )
+    devices.add_argument(
+        "--ranks",
+        metavar="N",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        help="how many ranks, on devices 0 to N-1; not with --gpus (default: one per device)",
+    )
+    devices.add_argument(
+        "--any-world-size",
+        action="store_true",
+        help="allow a number of ranks that is not a power of two",
+    )
+    devices.add_argument(
+        "--deadline",
+        metavar="SECONDS",
+        type=rate,
+        default=argparse.SUPPRESS,
+        help="end with an error when nothing moves on any rank for so long (default: 60)",
+    )
+    devices.add_argument(
+        "--arena",
+        choices=("plain", "window"),
+        default=argparse.SUPPRESS,
+        help="window: the memory of all ranks is one symmetric NCCL window (default: plain)",
+    )
+    devices.add_argument(
+        "--allow-unabortable",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="take --arena window below NCCL 2.29.7 too, where a hang ends the process",
+    )
 
 
 def _add_model(command: Parser) -> None:

@@ -79,6 +79,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     }
     if "deadline" in arguments:
         chosen["deadline_s"] = arguments.deadline
+    for name in ("arena", "allow_unabortable"):
+        if name in arguments:
+            chosen[name] = getattr(arguments, name)
     if "gpus" in arguments:
         if "ranks" in arguments:
             raise SettingsError(

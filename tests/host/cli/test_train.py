@@ -89,6 +89,13 @@ def test_every_mean_strategy_ends_with_the_same_weights_on_two_ranks(trlow, tmp_
     assert report["epochs"][0]["train_loss"] == default["epochs"][0]["train_loss"]
 
 
+def test_a_window_arena_ends_with_the_same_weights(trlow, tmp_path):
+    words = ("--arena", "window", "--allow-unabortable")
+    window = train(trlow, tmp_path / "window.json", "--ranks", 2, *words)
+    plain = train(trlow, tmp_path / "plain.json", "--ranks", 2)
+    assert window["weights_digest"] == plain["weights_digest"]
+
+
 def test_a_seed_gives_the_same_bytes_again_and_another_seed_others(trlow, tmp_path):
     digests = [
         train(trlow, tmp_path / f"{index}.json", "--seed", seed)["weights_digest"][0]

@@ -62,6 +62,8 @@ def check_refused(outcome, *words: str) -> None:
         (["train", "--optimizer", "adam"], ["adam", "nesterov"]),
         (["train", "--schedule", "linear"], ["linear", "cosine"]),
         (["train", "--replay", "fast"], ["fast", "staged"]),
+        (["train", "--mean-strategy", "ring"], ["ring", "deferred", "premulsum"]),
+        (["train", "--arena", "huge"], ["huge", "plain", "window"]),
         (["train", "--device", "tpu"], ["tpu", "host"]),
         (["train", "--data", "mnist"], ["mnist", "idx:DIR"]),
         (["train", "--data", "idx:/no/such/folder"], ["/no/such/folder"]),
@@ -83,6 +85,8 @@ def test_a_bad_word_or_number_is_refused_in_one_line(trlow, no_device, arguments
         (["--gpus", "0-2"], ["3 ranks", "power of two"]),
         (["--gpus", "2-9"], ["9", "beyond", "0 to 3"]),
         (["--ranks", "4", "--global-batch-size", "130"], ["130", "4", "128", "132"]),
+        (["--ranks", "2", "--arena", "window"], ["2.28.9", "below 2.29.7", "allow_unabortable"]),
+        (["--ranks", "1", "--arena", "window", "--allow-unabortable"], ["one rank", "plain"]),
     ],
 )
 def test_what_depends_on_the_machine_is_refused_before_anything_is_allocated(
@@ -162,6 +166,9 @@ def test_help_names_every_option_with_its_default(trlow, command):
             "--seed",
             "--replay",
             "--any-world-size",
+            "--mean-strategy",
+            "--arena",
+            "--allow-unabortable",
             "--report",
         ]:
             assert option in outcome.out
