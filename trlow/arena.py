@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trlow.errors import PlanError, SettingsError, UsageError
+from trlow.errors import ForeignError, PlanError, SettingsError, UsageError
 from trlow.plan import Range
 
 if TYPE_CHECKING:
@@ -54,12 +54,15 @@ def check_memory(platform: Platform, plan: MemoryPlan, devices: Sequence[int]) -
     """
     for rank, device in enumerate(devices):
         free, _ = platform.memory(device)
-        if plan.arena_nbytes > free:
-            message = (
-                f"the arena needs {plan.arena_nbytes} bytes, rank {rank} (device {device}) has "
-                f"{free} free; use a smaller batch, a smaller model or more ranks"
-            )
-            raise PlanError(message)
+        _check_room(plan.arena_nbytes, free, rank, device, "")
+
+
+def _check_room(wanted: int, free: int, rank: int, device: int, when: str) -> None:
+    if wanted > free:
+        raise PlanError(
+            f"the arena needs {wanted} bytes, rank {rank} (device {device}) has {free} free{when}; "
+            "use a smaller batch, a smaller model or more ranks"
+        )
 
 
 def check_window(settings: Settings, platform: Platform, world_size: int) -> None:
@@ -100,10 +103,13 @@ class Arena:
         """Allocate ``plan.arena_nbytes`` bytes and zero them. Runs on the rank's own thread.
 
         ``stream`` carries this arena's own copies; with ``window`` the memory is NCCL's, as a
-        symmetric window needs it. Raises ``CudaError`` or ``NcclError`` without memory.
+        symmetric window needs it. Communicators have taken their memory by now, so what is free is
+        asked again: ``PlanError`` for a shortage; ``CudaError`` or ``NcclError`` where memory that
+        is free cannot be had.
         """
         self.plan = plan
         self.rank = rank
+        self._platform = platform
         self.on_host = platform.name == "host"
         self._cudart = platform.cudart
         self._stream = stream
@@ -119,16 +125,32 @@ class Arena:
             raise
 
     def _allocate_arena(self) -> int:
+        device, free = self._room()
+        when = " now that the communicators have theirs"
+        _check_room(self.nbytes, free, self.rank, device, when)
         if self._nccl is None:
             return self._allocate(self.nbytes)
-        pointer = c_void_p()
-        self._nccl.ncclMemAlloc(byref(pointer), self.nbytes)
-        return pointer.value or 0
+        return self._asked(self._nccl.ncclMemAlloc, self.nbytes)
 
     def _allocate(self, nbytes: int) -> int:
+        return self._asked(self._cudart.cudaMalloc, nbytes)
+
+    def _asked(self, allocate: Callable[..., Any], nbytes: int) -> int:
+        device, free = self._room()
         pointer = c_void_p()
-        self._cudart.cudaMalloc(byref(pointer), nbytes)
+        try:
+            allocate(byref(pointer), nbytes)
+        except ForeignError as error:
+            said = f"{error.detail}; {nbytes} bytes were wanted, {free} free"
+            whole = (error.function, error.code, error.name)
+            raise type(error)(*whole, rank=self.rank, device=device, detail=said) from error
         return pointer.value or 0
+
+    def _room(self) -> tuple[int, int]:
+        """This thread's device, and how many bytes it has free."""
+        device = c_int()
+        self._cudart.cudaGetDevice(byref(device))
+        return device.value, self._platform.memory(device.value)[0]
 
     def address(self, what: str | Range) -> int:
         """The device address of a DTensor, region or range. Raises ``PlanError`` if unknown."""

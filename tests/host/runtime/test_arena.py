@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import threading
+from ctypes import byref, c_void_p
 
 import numpy as np
 import pytest
 
 import trlow
-from trlow.errors import PlanError, UsageError
+from trlow.communicator import Communicators
+from trlow.device import Platform
+from trlow.errors import CudaError, PlanError, UsageError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,6 +66,57 @@ def test_an_arena_larger_than_the_memory_is_refused_before_anything_is_allocated
     with pytest.raises(PlanError, match=str(plan.arena_nbytes)):
         trlow.Runtime(settings, plan)
     assert threading.active_count() == threads
+
+
+@pytest.fixture
+def small_platform(settings):
+    """Four devices of 1 MiB each."""
+    platform = Platform.open(settings)
+    platform.host.trlowHostConfigure(4, 0, 0, 1 << 20)
+    yield platform
+    platform.host.trlowHostConfigure(4, 0, 0, 0)
+
+
+def test_a_shortage_behind_the_communicators_names_rank_wanted_and_free(
+    settings, small, small_platform, monkeypatch
+):
+    taken = []
+
+    class Greedy(Communicators):
+        """Takes memory of rank 2, as real communicators do of every rank."""
+
+        def __init__(self, platform, devices):
+            super().__init__(platform, devices)
+            pointer = c_void_p()
+            with platform.on(devices[2]):
+                platform.cudart.cudaMalloc(byref(pointer), (1 << 20) - 4096)
+            taken.append(pointer)
+
+    monkeypatch.setattr("trlow.team.Communicators", Greedy)
+    with pytest.raises(PlanError) as caught:
+        trlow.Runtime(settings, small.plan, platform=small_platform)
+    assert (
+        f"needs {small.plan.arena_nbytes} bytes, rank 2 (device 2) has 4096 free now that"
+        in str(caught.value)
+    )
+    for pointer in taken:
+        small_platform.cudart.cudaFree(pointer)
+    for what in (b"allocations", b"comms", b"streams"):
+        assert small_platform.host.trlowHostLive(what) == 0
+    monkeypatch.undo()
+    trlow.Runtime(settings, small.plan, platform=small_platform).close()
+
+
+def test_memory_that_is_free_and_cannot_be_had_is_an_error_that_says_so(
+    settings, small, small_platform
+):
+    small_platform.host.trlowHostFail(b"cudaMalloc", 1, 2)
+    with pytest.raises(CudaError) as caught:
+        trlow.Runtime(settings, small.plan, platform=small_platform)
+    assert caught.value.rank in range(4)
+    assert caught.value.device == caught.value.rank
+    wanted, free = small.plan.arena_nbytes, 1 << 20
+    assert f"{wanted} bytes were wanted, {free} free" in str(caught.value)
 
 
 def test_copies_work_from_a_fresh_thread_and_leave_its_device(runtime):
