@@ -222,6 +222,11 @@ class Replay:
         return len({item.executable for phase in self._prepared[0].phases for item in phase})
 
     @property
+    def first_graphs(self) -> Graphs:
+        """What holds rank 0's graphs: the replay's own if fused, shared if staged."""
+        return self._prepared[0].graphs
+
+    @property
     def closed(self) -> bool:
         """Whether the graphs are gone, by ``close`` of the runtime or by a failure."""
         return self._together is None

@@ -59,7 +59,7 @@ class Runtime:
         check_window(settings, self.platform, len(devices))
         check_memory(self.platform, plan, devices)
         self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
-        self._fused: dict[int, list[capturing.Graphs]] = {}  # by id of the replay; one per rank
+        self._fused: list[list[capturing.Graphs]] = []  # per fused capture, one per rank
         self._staged = [capturing.Graphs() for _ in devices]
         self._replays: list[Replay] = []
         self._warmed: set[tuple[int, Program]] = set()
@@ -127,7 +127,9 @@ class Runtime:
             known = self._staged[0].execs
             sections = [section for section in sections if section.key not in known]
         fresh = self._capture(sections)
-        if mode == "staged":
+        if mode == "fused":
+            self._fused.append(fresh)
+        else:
             for shared, new in zip(self._staged, fresh, strict=True):
                 shared.take(new)
         graphs = self._staged if mode == "staged" else fresh
@@ -138,8 +140,6 @@ class Runtime:
             lambda rank: prepare_rank(rank, graphs[rank.index], program, mode, slots[rank.index])
         )
         replay = Replay(program, mode, prepared, self._team.together)
-        if mode == "fused":
-            self._fused[id(replay)] = fresh
         self._replays.append(replay)
         return replay
 
@@ -243,9 +243,11 @@ class Runtime:
         """Close a replay. The graphs of a fused one are destroyed; staged ones are shared."""
         self._replays.remove(replay)
         replay.detach()
-        graphs = self._fused.pop(id(replay), None)
-        if graphs is not None and not self.dead:
-            self.together(lambda rank: graphs[rank.index].close(rank))
+        owned = [graphs for graphs in self._fused if graphs[0] is replay.first_graphs]
+        for graphs in owned:
+            self._fused.remove(graphs)
+            if not self.dead:
+                self.together(partial(_close_graphs, graphs))
 
     # -- end
 
@@ -254,7 +256,7 @@ class Runtime:
         for replay in self._replays:
             replay.detach()
         for graphs in [
-            *(made[rank.index] for made in self._fused.values()),
+            *(made[rank.index] for made in self._fused),
             self._staged[rank.index],
         ]:
             graphs.close(rank)
@@ -276,6 +278,10 @@ class Runtime:
         except TrlowError:
             if error is None:
                 raise  # the body's own error wins over one from closing
+
+
+def _close_graphs(graphs: Sequence[capturing.Graphs], rank: Rank) -> None:
+    graphs[rank.index].close(rank)
 
 
 def _fill_eagerly(

@@ -13,16 +13,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trlow.arena import Arena
 from trlow.communicator import Communicators
-from trlow.device import Events, Streams
+from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
 from trlow.errors import ForeignError, RankError, TrlowError, UsageError
-from trlow.feed import Feed
 from trlow.incident import rank_error, report
-from trlow.kernel import Kernels
-from trlow.marks import Watch
-from trlow.program import Stream
+from trlow.opening import Opening
 from trlow.ranks import GRACE_S, PeerFailedError, Ranks
 
 if TYPE_CHECKING:
@@ -107,30 +103,11 @@ class Team:
             raise
 
     def _open_rank(self, rank: int) -> Rank:
-        """Everything that one rank owns; on its own thread, whose device stays current."""
-        platform, device, stack = self.platform, self.ranks.devices[rank], self._stacks[rank]
-        platform.cudart.cudaSetDevice(device)
-        # The stack closes from the last to the first: events and streams before the arena.
-        streams = Streams(platform, Stream)
-        stack.callback(streams.close)
+        """What one rank owns, on its own thread; the stack closes it in the right order."""
         call = partial(self._call, self.ranks.workers[rank])
-        update = streams[Stream.UPDATE]
-        arena = Arena(platform, self.plan, rank, update, call, window=self._window)
-        stack.callback(arena.close)
-        owned = (
-            Events(platform),
-            Events(platform, blocking=True),
-            Kernels(platform, device),
-            Feed(platform, self.plan),
-        )
-        for owner in owned:
-            stack.callback(owner.close)
-        status = self.ranks.statuses[rank]
-        opened = Rank(rank, device, platform, status, streams, *owned, arena)
-        if self._watched:
-            opened.watch = Watch(platform, opened.kernels, streams[Stream.UPDATE])
-            stack.callback(opened.watch.close)
-        return opened
+        status, device = self.ranks.statuses[rank], self.ranks.devices[rank]
+        opening = Opening(self.platform, self.plan, self._window, self._watched)
+        return opening.open(rank, device, status, call, self._stacks[rank])
 
     # -- running
 
@@ -289,7 +266,8 @@ class Team:
         return self._dead is not None
 
     def check_usable(self) -> None:
-        """Raise ``UsageError`` when closed, ``RankError`` when dead."""
+        """Raise ``UsageError`` when closed or in a forked child, ``RankError`` when dead."""
+        check_process()
         if self._closed:
             message = "the runtime is closed; make a new one"
             raise UsageError(message)
@@ -300,9 +278,10 @@ class Team:
     def close(self) -> None:
         """Graphs, windows, communicators, events and streams, arenas, threads. First error raised.
 
-        Of a dead team nothing is released: a thread may still hang in C inside what would go.
+        Of a dead team nothing is released: a thread may still hang in C inside what would go. Nor
+        in a forked child: it is the parent's.
         """
-        if self._closed or self.dead:
+        if self._closed or self.dead or forked():
             self._closed = True
             return
         self._closed = True

@@ -46,7 +46,8 @@ FLOORS: list[tuple[str, ...]] = [
     ("marks",),
     ("enqueue",),
     ("capture", "warmup", "incident"),
-    ("replay", "team"),
+    ("replay", "opening"),
+    ("team",),
     ("runtime",),
     # above both
     ("nn",),
@@ -88,7 +89,7 @@ PURE_EXTRA = {"dtype": {"numpy"}, "settings": {"os"}}
 # program becomes calls, graphs and launches from enqueue to replay; team and runtime compose them.
 # All other foreign modules know neither.
 MEETING_POINTS = frozenset(
-    {"arena", "feed", "enqueue", "capture", "warmup", "replay", "team", "runtime"}
+    {"arena", "feed", "enqueue", "capture", "warmup", "opening", "replay", "team", "runtime"}
 )
 PLAN_AND_PROGRAM = PURE - {"errors", "dtype", "settings"}
 
