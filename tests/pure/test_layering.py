@@ -83,7 +83,7 @@ PURE_STANDARD = {
     "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib",
     "itertools", "json", "math", "operator", "re", "types", "typing",
 }  # fmt: skip
-PURE_EXTRA = {"dtype": {"numpy"}, "settings": {"os"}}
+PURE_EXTRA = {"dtype": {"numpy"}, "settings": {"os", "pathlib"}}
 
 # Where the two towers meet. A plan becomes addresses in the arena and in the pinned slots; a
 # program becomes calls, graphs and launches from enqueue to replay; team and runtime compose them.
