@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from pathlib import Path
 
 LISTENING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # states; UDP: bound
@@ -23,6 +25,20 @@ def listening() -> list[str]:
             if words[3] == state and f"socket:[{words[9]}]" in mine:
                 found.append(address(words[1]))
     return sorted(found)
+
+
+def others() -> list[str]:
+    """The IPv4 addresses of this machine that are not the loopback's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("16s240x", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # it has none
+            found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
 
 
 def address(text: str) -> str:

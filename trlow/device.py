@@ -37,12 +37,17 @@ NO_DEVICE = (35, 100)  # cudaErrorInsufficientDriver, cudaErrorNoDevice: both me
 _owner: int | None = None  # the process that first used a platform; a fork copies this
 
 
-def check_process() -> None:
-    """Raise ``UsageError`` in a process that was forked after its parent had used a platform.
+def forked() -> bool:
+    """Whether this process was forked from one that had used a platform before.
 
-    Neither CUDA nor NCCL nor the threads of a runtime survive a fork.
+    Neither CUDA nor NCCL nor the threads of a runtime are there in such a child.
     """
-    if _owner is not None and _owner != os.getpid():
+    return _owner is not None and _owner != os.getpid()
+
+
+def check_process() -> None:
+    """Raise ``UsageError``, which names the parent, in a process that was ``forked``."""
+    if forked():
         raise UsageError(
             f"process {os.getpid()} was forked from process {_owner} after that had opened its "
             "devices, which do not work in a child; fork before the first use of trlow, or start "
