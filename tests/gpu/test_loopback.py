@@ -38,7 +38,7 @@ with trlow.Runtime(settings, plan) as runtime:
 
 
 def seen(device, ranks, *, loopback_only):
-    """Addresses that the process listened on, other addresses of this machine, NCCL variables set."""
+    """What the process listened on, this machine's other addresses, and NCCL variables set."""
     kept = {  # what the machine itself says of NVLink multicast stays
         key: value
         for key, value in os.environ.items()
