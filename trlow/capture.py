@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_phase, enqueue_stage, groups_of, stage_failure
 from trlow.errors import CaptureError, ForeignError
-from trlow.nodes import is_capturing
+from trlow.nodes import INVALIDATED, NOT_CAPTURING, capture_status
 from trlow.program import Stream
 from trlow.range_op import FeedCopy, Launch
+from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -141,29 +142,39 @@ def _capture_section(
     try:
         section.enqueue(rank, rendezvous)
         cudart.cudaStreamEndCapture(stream, byref(graph))
-    except BaseException:
-        _abandon(rank, stream)
+    except BaseException as error:
+        spoiled = _abandon(rank, stream)
+        if spoiled and isinstance(error, PeerFailedError):
+            message = "something else used this device during its capture and invalidated it"
+            raise CaptureError(
+                message, rank=rank.index, stage=rank.status.stage, op=rank.status.op
+            ) from error
         raise
     graphs.graphs[section.key] = graph.value or 0
     graphs.nodes[section.key] = node_types(rank, graph.value or 0)
 
 
-def _abandon(rank: Rank, stream: int) -> None:
-    """End a capture that failed. The end is owed even after an invalidation, and may itself fail.
+def _abandon(rank: Rank, stream: int) -> bool:
+    """End a capture that failed; whether it had been invalidated.
 
-    Ends when the stream captures no more; an end that failed before it ran is tried once more.
+    The end is owed even after an invalidation, and may itself fail. Ends when the stream captures
+    no more; an end that failed before it ran is tried once more.
     """
     cudart = rank.platform.cudart
+    spoiled = False
     for _ in range(2):
         graph = c_void_p()
         try:
-            if not is_capturing(rank.platform, stream):
-                return
+            status = capture_status(rank.platform, stream)
+            if status == NOT_CAPTURING:
+                return spoiled
+            spoiled = spoiled or status == INVALIDATED
             cudart.cudaStreamEndCapture(stream, byref(graph))
         except ForeignError:
             continue  # an invalidated capture ends with an error; the cause is being raised
         if graph.value:
             cudart.cudaGraphDestroy(graph.value)
+    return spoiled
 
 
 def node_types(rank: Rank, graph: int) -> tuple[str, ...]:

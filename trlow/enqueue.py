@@ -242,7 +242,7 @@ def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvo
 
 def stage_failure(rank: Rank, error: BaseException) -> BaseException:
     """``error`` of a rank's capture as a ``CaptureError`` that says where it happened."""
-    if isinstance(error, PeerFailedError):
+    if isinstance(error, (PeerFailedError, CaptureError)):
         return error
     if isinstance(error, ForeignError) and error.rank is None:
         error = error.with_rank(rank.index, rank.device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from trlow.device import Platform
 
-NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone
+NOT_CAPTURING, INVALIDATED = 0, 2  # cudaStreamCaptureStatus
 SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
@@ -31,11 +31,16 @@ class Place:
     edges: Array[GraphEdgeData] | None
 
 
-def is_capturing(platform: Platform, stream: int) -> bool:
-    """Whether what is enqueued on ``stream`` is recorded."""
+def capture_status(platform: Platform, stream: int) -> int:
+    """The cudaStreamCaptureStatus of ``stream``."""
     status = c_int()
     platform.cudart.cudaStreamIsCapturing(stream, byref(status))
-    return status.value != NOT_CAPTURING
+    return status.value
+
+
+def is_capturing(platform: Platform, stream: int) -> bool:
+    """Whether what is enqueued on ``stream`` is recorded."""
+    return capture_status(platform, stream) != NOT_CAPTURING
 
 
 def place_of(platform: Platform, stream: int) -> Place:

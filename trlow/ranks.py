@@ -204,7 +204,10 @@ class Ranks:
         return all(job.wait(max(0.0, deadline - time.monotonic())) for job in jobs)
 
     def first_failure(self, jobs: Sequence[Job]) -> BaseException | None:
-        """The error that came first, not counting ranks that only stopped because of a peer."""
+        """The error that came first, not counting ranks that only stopped because of a peer.
+
+        One that names a rank says more than the coordinator's about the same group.
+        """
         noticed = [status.failed_at for status in self.statuses]
         noticed += [None] * (len(jobs) - len(noticed))
         errors = [
@@ -213,7 +216,8 @@ class Ranks:
             if job.error is not None
         ]
         own = [pair for pair in errors if not isinstance(pair[1], PeerFailedError)]
-        return min(own or errors, key=lambda pair: pair[0], default=(0.0, None))[1]
+        named = [pair for pair in own if getattr(pair[1], "rank", None) is not None]
+        return min(named or own or errors, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def locate(self, error: BaseException, rank: int) -> BaseException:
         """``error`` with rank and device where it is a failed C call that does not name them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -205,3 +206,25 @@ def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, 
         for arena in runtime.arenas:
             arena.copy_in("one", np.array([1.0], np.float32))
         runtime.capture(small.feed_program()).run(1, lambda rank, step, slot: None)
+
+
+def test_a_capture_that_another_thread_spoils_names_the_rank_whose_device_it_used(runtime, small):
+    platform, armed = runtime.platform, threading.Event()
+
+    def synchronize(device):
+        with platform.on(device), suppress(TrlowError):
+            platform.cudart.cudaDeviceSynchronize()
+
+    def callback(rank, stream):
+        if armed.is_set() and rank == 2:
+            thread = threading.Thread(target=synchronize, args=(runtime.devices[rank],))
+            thread.start()
+            thread.join(20)
+
+    program = callback_program(small, callback)
+    runtime.eager(program)
+    armed.set()
+    with pytest.raises(CaptureError) as caught:
+        runtime.capture(program)
+    assert caught.value.rank == 2
+    assert works(runtime, small)
