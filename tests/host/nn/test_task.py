@@ -29,6 +29,7 @@ REPORT_KEYS = [
     "parameters",
     "plan",
     "replay",
+    "mean_strategy",
     "epochs",
     "weights_digest",
 ]
