@@ -68,14 +68,12 @@ def settings_of(arguments: argparse.Namespace, **more: Any) -> Settings:
 def machine() -> dict[str, Any]:
     """CPU, Python, GPUs, driver, libraries with versions and paths, variables, and the command."""
     doctor = [sys.executable, "-m", "trlow", "doctor", "--json"]
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), environment.get("PYTHONPATH", "")))
     told = subprocess.run(
-        doctor, capture_output=True, text=True, check=False, timeout=120, env=environment
+        doctor, capture_output=True, text=True, check=False, timeout=120, env=environment()
     ).stdout
     found = json.loads(told) if told else {}
     return {
-        "command": shlex.join(("python", *sys.argv)),
+        "command": command(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
@@ -90,6 +88,20 @@ def machine() -> dict[str, Any]:
         },
         "variables": variables_in_effect(),
     }
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, with the checkout's trlow in front for one that it starts."""
+    places = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+def command() -> str:
+    """The command as one would type it in the checkout; of other files only the name."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
+    return shlex.join(("python", str(shown), *words))
 
 
 def processor() -> str:

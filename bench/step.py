@@ -1,6 +1,6 @@
 """What does one step cost beside the device's work?
 
-    python bench/step.py [--part loop,train,modes] [--steps 20000] [--json FILE]
+    python bench/step.py [--part loop,train] [--steps 20000] [--json FILE]
 
 loop   One replayed step per rank, nothing fed, no other Python thread but the one that waits (with
        watch=true the watchdog's as well): what lies between the C calls of the loop. timed_calls.c
@@ -8,77 +8,35 @@ loop   One replayed step per rank, nothing fed, no other Python thread but the o
        left it; the rest of a step is Python, ctypes and waiting for the interpreter lock. The wait
        for the step two back is C. Bar: 5 us median, 30 us p99.
 train  The same under `Task.fit` with its own feed and progress, on a model whose step is made about
-       1 ms long by its batch. GPU idle: timing events before and after each launch; from the end
-       of one step to the beginning of the next on the stream, over the period. Each event takes
-       about a microsecond of the stream itself, which counts as idle here. What passes between
-       the launch's place in the stream and its first node does not.  Bar: 2 %.
-modes  Step time of the digits CNN, fused and staged in turn, on one GPU and on all; and of an MLP
-       784-1024-512-256-10 with 200 rows per GPU and momentum. The ranks' own clocks, nothing fed.
-       Bar: fused not slower on two GPUs.
+       1 ms long by its batch. GPU idle, in two ways: timing events before and after each launch,
+       from the end of one step to the beginning of the next on the stream (the events' own time
+       counts as idle, what passes between a launch and its first node does not); and a trace, from
+       the end of the last stage of one step to the beginning of the first of the next, by the
+       GPU's clock (which has both, and stamps in the step). Each over the period. Bar: 2 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import report
-from timed_calls import TimedCalls, runs_of, steps_of
+from tasks import DIGITS, random_rows, ranks_of, task_of, train_replay
+from timed_calls import FIRST, TimedCalls, runs_of, steps_of
 
-from trlow.data import Dataset, load_digits
-from trlow.nn.layers import Sequential, fc, flatten, relu, seq
+from trlow.measure import trace_training
 from trlow.nn.models import MODELS
 from trlow.replay import Replay
-from trlow.schedule import Training
-from trlow.settings import Settings
 from trlow.task import Task
 
-DIGITS, MNIST = (8, 8, 1), (28, 28, 1)
 LOOP_MEDIAN_US, LOOP_P99_US, IDLE_SHARE = 5.0, 30.0, 0.02
 CALLS_PER_STEP = 8  # at least as many as a fused step makes, to size the notes
 TARGET_US = 1000.0
-
-
-def random_rows(rows: int, shape: tuple[int, int, int]) -> Dataset:
-    """Rows that mean nothing, in ten classes."""
-    random = np.random.default_rng(1)
-    labels = random.integers(0, 10, rows, np.int32)
-    return Dataset("random", random.random((rows, *shape), np.float32), labels, 10)
-
-
-def task_of(
-    settings: Settings, model: Sequential, batch: int, train: Dataset, **training: Any
-) -> Task:
-    """A task with `batch` rows per rank that validates on one batch."""
-    ranks = len(settings.devices(64))
-    chosen = {
-        "device": settings.device,
-        "gpus": settings.gpus,
-        "global_batch_size": batch * ranks,
-        "cudart_library": settings.cudart_library,
-        "host_library": settings.host_library,
-        "deadline_s": settings.deadline_s,
-        "any_world_size": True,
-        "watch": settings.watch,
-    }
-    one = Dataset(
-        train.name, train.features[: batch * ranks], train.labels[: batch * ranks], train.classes
-    )
-    return Task(Settings(**chosen), model, train, one, training=Training(lr=0.001, **training))
-
-
-def train_replay(task: Task) -> Replay:
-    return task._replays["train"]  # noqa: SLF001  the very graphs that a fit replays
-
-
-def ranks_of(settings: Settings) -> int:
-    return len(settings.devices(64))
 
 
 # ------------------------------------------------------------------------------ loop
@@ -183,17 +141,22 @@ def train(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if not launches:
                 result |= loop_line(timed, train_replay(task), ranks)
             else:
-                result |= idle(timed, train_replay(task), ranks, launches)
+                result["by_events"] = idle(timed, train_replay(task), ranks, launches)
             print(f"train: {name} times taken", file=sys.stderr, flush=True)
-    result["progress_calls"] = len(drawn)
-    result["met"] = result["idle_share"] <= IDLE_SHARE
-    print(
-        f"train, {ranks} ranks of {batch} rows: Python beside C {report.short(result['python'])} "
-        f"us; step {report.short(result['device_period'])} us on the device, gap "
-        f"{report.short(result['gap'])} us, idle {100 * result['idle_share']:.2f} % "
-        f"{report.verdict(result['met'])}",
-        flush=True,
-    )
+        result["progress_calls"] = len(drawn)
+        print(
+            f"train, {ranks} ranks of {batch} rows: Python beside C "
+            f"{report.short(result['python'])} us",
+            flush=True,
+        )
+        result["by_trace"] = idle_by_trace(task, min(steps, 300))
+    for way, one in (("events", result["by_events"]), ("trace", result["by_trace"])):
+        one["met"] = one["idle_share"] <= IDLE_SHARE
+        print(
+            f"  by {way}: period {report.short(one['period'])} us, gap {report.short(one['gap'])} "
+            f"us, idle {100 * one['idle_share']:.2f} % {report.verdict(one['met'])}",
+            flush=True,
+        )
     return result
 
 
@@ -208,81 +171,48 @@ def idle(timed: TimedCalls, replay: Replay, ranks: int, launches: int) -> dict[s
     for notes, (busy_us, gap_us) in zip(timed.notes(ranks), device, strict=True):
         launched = notes["handle"][notes["kind"] == 0][: len(busy_us)]
         for run in runs_of(np.isin(launched, list(handles(replay)))):
-            kept = slice(run.start + 20, run.stop - 1)  # the last one's gap leads elsewhere
+            kept = slice(run.start + FIRST, run.stop - 1)  # the last one's gap leads elsewhere
             busy.extend(busy_us[kept])
             gaps.extend(gap_us[kept])
-    period = np.add(busy, gaps)
+    return shares(gaps, np.add(busy, gaps))
+
+
+def idle_by_trace(task: Task, steps: int) -> dict[str, Any]:
+    """From the end of the last stage of a step to the beginning of the next step's first."""
+    extents: dict[tuple[int, int], tuple[float, float]] = {}
+    for span in trace_training(task, steps).spans:
+        place = (span.rank, span.step)
+        begun, ended = extents.get(place, (span.start_us, span.end_us))
+        extents[place] = (min(begun, span.start_us), max(ended, span.end_us))
+    gaps, periods = [], []
+    for (rank, step), (begun, ended) in extents.items():
+        after = extents.get((rank, step + 1))
+        if after is not None and step >= FIRST:
+            gaps.append(after[0] - ended)
+            periods.append(after[0] - begun)
+    return shares(gaps, periods)
+
+
+def shares(gaps: Sequence[float], periods: Sequence[float]) -> dict[str, Any]:
+    """Summaries, and all gaps over all periods."""
     return {
         "gap": report.summary(gaps),
-        "device_period": report.summary(period),
-        "idle_share": float(np.sum(gaps) / np.sum(period)),
+        "period": report.summary(periods),
+        "idle_share": float(np.sum(gaps) / np.sum(periods)),
     }
-
-
-# ------------------------------------------------------------------------------ modes
-
-
-def modes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Step times, fused and staged in turn."""
-    wide = seq(flatten(), fc(1024), relu(), fc(512), relu(), fc(256), relu(), fc(10))
-    settings = report.settings_of(arguments)
-    first = str(settings.devices(64)[0])
-    digits, _ = load_digits()
-    found = []
-    for gpus in dict.fromkeys((first, arguments.gpus)):
-        chosen = report.settings_of(arguments, gpus=gpus)
-        ranks = ranks_of(chosen)
-        for name, model, batch, rows in (
-            ("digits CNN", MODELS["cnn"](10), 64, digits),
-            ("MLP 784-1024-512-256-10", wide, 200, random_rows(200 * ranks * 4, MNIST)),
-        ):
-            with task_of(chosen, model, batch, rows) as task:
-                times = in_turn(arguments, task)
-            line: dict[str, Any] = {"model": name, "ranks": ranks, "batch_per_rank": batch}
-            line |= {mode: report.summary(us) for mode, us in times.items()}
-            ratios = [a / b for a, b in zip(times["fused"], times["staged"], strict=True)]
-            line["fused_over_staged"] = statistics.median(ratios)
-            found.append(line)
-            print(
-                f"{name}, {ranks} ranks of {batch} rows: fused "
-                f"{report.short(line['fused'])} us, staged {report.short(line['staged'])} us, "
-                f"fused/staged {line['fused_over_staged']:.3f} by round",
-                flush=True,
-            )
-    return found
-
-
-def in_turn(arguments: argparse.Namespace, task: Task) -> Mapping[str, list[float]]:
-    """Us per step of each round, by mode."""
-    task.fit(1)  # fills the slots; validation has set the learning rate in them to 0
-    program = task.compiled.programs["train"]
-    replays = {mode: task.runtime.capture(program, mode) for mode in ("fused", "staged")}
-    times: dict[str, list[float]] = {mode: [] for mode in replays}
-    steps = arguments.round_steps
-    for number in range(arguments.rounds + 1):
-        for mode in sorted(replays, reverse=bool(number % 2)):
-            seconds = report.rank_seconds(task.runtime, replays[mode], steps)
-            if number:  # the first round warms up
-                times[mode].append(max(seconds) * 1e6 / steps)
-    return times
 
 
 def main() -> None:
     made = report.parser(__doc__)
-    made.add_argument("--part", default="loop,train,modes", help="which of them (default all)")
+    made.add_argument("--part", default="loop,train", help="which of them (default both)")
     made.add_argument("--steps", type=int, default=20_000, help="steps of loop and train")
-    made.add_argument("--rounds", type=int, default=9, help="rounds of modes")
-    made.add_argument("--round-steps", type=int, default=500, help="steps of a round of modes")
     arguments = made.parse_args()
     here = report.machine()
     print(report.header(here))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in arguments.part.split(","):
-            if part == "modes":
-                results[part] = modes(arguments)
-            else:
-                results[part] = {"loop": loop, "train": train}[part](arguments, Path(folder))
+            results[part] = {"loop": loop, "train": train}[part](arguments, Path(folder))
             report.save(arguments, here, results)  # a later part may fail
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ class TimedCalls:
         library = Platform.open(settings)
         real = Path((library.host or library.cudart).path)
         self.path = folder / "libtimed.so"
-        command = ["cc", "-O2", "-shared", "-fPIC", f'-DREAL="{real}"', "-o", str(self.path)]
+        compiler = shutil.which("cc") or "gcc"
+        command = [compiler, "-O2", "-shared", "-fPIC", f'-DREAL="{real}"', "-o", str(self.path)]
         command += [str(SOURCE), "-Wl,--no-as-needed", str(real), f"-Wl,-rpath,{real.parent}"]
         subprocess.run([*command, "-ldl"], check=True)
         self._field = "host_library" if settings.device == "host" else "cudart_library"
