@@ -182,6 +182,8 @@ def node_types(rank: Rank, graph: int) -> tuple[str, ...]:
     cudart = rank.platform.cudart
     count = c_size_t()
     cudart.cudaGraphGetNodes(graph, None, byref(count))
+    if not count.value:
+        return ()
     nodes = (c_void_p * count.value)()
     cudart.cudaGraphGetNodes(graph, nodes, byref(count))
     found: list[str] = []

@@ -7,8 +7,10 @@ communicators made on the next use; only where that fails too is the team dead, 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,8 @@ from trlow.communicator import Communicators
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
 from trlow.errors import ForeignError, RankError, TrlowError, UsageError
-from trlow.incident import rank_error, report
+from trlow.incident import rank_error
+from trlow.joint import JointRun
 from trlow.opening import Opening
 from trlow.ranks import GRACE_S, PeerFailedError, Ranks
 
@@ -29,8 +32,7 @@ if TYPE_CHECKING:
     from trlow.plan import MemoryPlan
     from trlow.ranks import Job, Worker
 
-DRAW_S = 0.5  # between two calls of a caller's progress function
-BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
+_living: weakref.WeakSet[Team] = weakref.WeakSet()
 
 
 class Team:
@@ -67,6 +69,9 @@ class Team:
         self._stacks = [ExitStack() for _ in devices]
         self._dead: str | None = None
         self._closed = False
+        self._running: JointRun | None = None
+        self._leaving = False
+        _living.add(self)
 
     def open(self) -> None:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
@@ -172,43 +177,40 @@ class Team:
         jobs = self.ranks.submit(
             lambda rank: self._begin(members[rank], function, rendezvous, gate)
         )
-        if rendezvous is not None and self._communicators is not None:
-            serve = partial(rendezvous.serve, self._communicators, members)
+        communicators = self._communicators
+        if rendezvous is not None and communicators is not None:
+            serve = partial(rendezvous.serve, communicators, members)
             jobs.append(self.ranks.coordinator.submit(serve))
-
-        gathered = ""
-
-        def stop() -> None:
-            nonlocal gathered
-            gathered = report(self.ranks, members, self._communicators)
-            for status in statuses:
-                status.stop = True
-            if rendezvous is not None:
-                rendezvous.stop()
-            if (abort or not self.ranks.settle(jobs, BACK_S)) and self._communicators is not None:
-                self._communicators.start_abort()
-
-        drawn_at = time.monotonic()
-
-        def moved() -> object:
-            nonlocal drawn_at
-            if progress is not None and time.monotonic() - drawn_at > DRAW_S:
-                drawn_at = time.monotonic()
-                progress(min(status.step or 0 for status in statuses))
-            beats = [member.watch.value for member in members if member.watch is not None]
-            return [*((status.step, status.stage, status.op) for status in statuses), *beats]
-
+        run = JointRun(self.ranks, members, communicators, jobs, rendezvous, abort, progress)
+        self._running = run
         try:
-            error = self.ranks.join(jobs, on_stop=stop, progress=moved)
+            error = self.ranks.join(jobs, on_stop=run.stop, progress=run.moved)
         except BaseException:
             self._recover(jobs)
             raise
+        finally:
+            self._running = None
+            if self._leaving:
+                threading.Event().wait()  # a daemon at interpreter exit: nobody hears its error
         if error is not None:
             if isinstance(error, RankError):
-                error.report = gathered
+                error.report = run.report
             self._recover(jobs)
             raise error
         return [job.result for job in jobs[: len(members)]]
+
+    def leave(self) -> None:
+        """The interpreter ends while ranks may still run: stop them as after a failure.
+
+        A collective that only some ranks have launched would keep the process from ending.
+        """
+        self._leaving = True
+        run = self._running
+        if run is None or forked():
+            return
+        run.stop()
+        self.ranks.settle(run.jobs)
+        self._recover(run.jobs)
 
     def _begin(
         self,
@@ -305,3 +307,10 @@ class Team:
             message = f"a release did not return within {GRACE_S:g} s"
             errors.append(RankError(message, rank=None, step=None, stage="close"))
         errors.extend(job.error for job in jobs if job.error is not None)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Runs while daemon threads still do: afterwards they stop wherever they are."""
+    for team in list(_living):
+        team.leave()

@@ -46,7 +46,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("marks",),
     ("enqueue",),
     ("capture", "warmup", "incident"),
-    ("replay", "opening"),
+    ("replay", "opening", "joint"),
     ("team",),
     ("runtime",),
     # above both

@@ -1,0 +1,54 @@
+"""One function on all ranks at once: what is watched of it, and how all of it is stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trlow.incident import report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trlow.communicator import Communicators
+    from trlow.enqueue import Rank, Rendezvous
+    from trlow.ranks import Job, Ranks
+
+DRAW_S = 0.5  # between two calls of a caller's progress function
+BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
+
+
+@dataclass(slots=True)
+class JointRun:
+    """The jobs of one call of ``Team.together``, the coordinator's last if it has one."""
+
+    ranks: Ranks
+    members: Sequence[Rank]
+    communicators: Communicators | None
+    jobs: list[Job]
+    rendezvous: Rendezvous | None
+    abort: bool  # at once, or only where ranks do not come back by themselves
+    progress: Callable[[int], None] | None
+    report: str = ""  # where everybody stood when it was stopped
+    _drawn_at: float = field(default_factory=time.monotonic)
+
+    def stop(self) -> None:
+        """Tell every rank to begin nothing more, and free those that a collective holds."""
+        self.report = report(self.ranks, self.members, self.communicators)
+        for status in self.ranks.statuses:
+            status.stop = True
+        if self.rendezvous is not None:
+            self.rendezvous.stop()
+        late = self.abort or not self.ranks.settle(self.jobs, BACK_S)
+        if late and self.communicators is not None:
+            self.communicators.start_abort()
+
+    def moved(self) -> object:
+        """Changes while anything moves on any rank; tells the caller at most twice a second."""
+        statuses = self.ranks.statuses
+        if self.progress is not None and time.monotonic() - self._drawn_at > DRAW_S:
+            self._drawn_at = time.monotonic()
+            self.progress(min(status.step or 0 for status in statuses))
+        beats = [member.watch.value for member in self.members if member.watch is not None]
+        return [*((status.step, status.stage, status.op) for status in statuses), *beats]
