@@ -139,6 +139,8 @@ def _capture_section(
     rank.status.stage = section.stages[0].name if len(section.stages) == 1 else None
     graph = c_void_p()
     cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
+    if rank.watch is not None:
+        rank.watch.begin_capture()
     try:
         section.enqueue(rank, rendezvous)
         cudart.cudaStreamEndCapture(stream, byref(graph))

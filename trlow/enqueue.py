@@ -173,14 +173,15 @@ def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> No
     """Enqueue everything of ``stage``. ``rendezvous`` is None when there is only one rank."""
     stream = rank.streams[stage.stream]
     rank.status.stage = stage.name
+    meets = rendezvous is not None and "comm:0" in stage.all_resources
+    if meets:
+        rank.mark(f"before {stage.name}", stream)
     for group in stage.groups():
         action = group[0]
         if isinstance(action, Collective):
             rank.status.op = action.kind
             if rendezvous is not None:
-                rank.mark(f"before {stage.name}", stream)
                 rendezvous.meet()
-                rank.mark(f"after {stage.name}", stream)
         elif isinstance(action, Launch):
             rank.status.op = action.kernel
             rank.launch(action, stream)
@@ -190,6 +191,8 @@ def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> No
     if stage.external is not None:
         rank.status.op = "external"
         _enqueue_external(rank, stage, stream)
+    if meets:
+        rank.mark(f"after {stage.name}", stream)
     rank.status.op = None
 
 

@@ -1,8 +1,9 @@
 """Marks in graphs: how far a rank is (``Watch``), and when its stages ran (``Tracer``).
 
-A beat is a leaf node that nobody waits for: it writes a counter to pinned host memory, where the
-waiting thread reads it without any call of CUDA. A stamp is a node before or behind a stage that
-writes the device's clock; only a program captured for a trace has stamps.
+A beat is a node that no work waits for: it writes a counter to pinned host memory, where the
+waiting thread reads it without any call of CUDA. The beats of a graph make one side branch. A stamp
+is a node before or behind a stage that writes the device's clock; only a program captured for a
+trace has stamps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from trlow.device import Pinned
 from trlow.errors import UsageError
-from trlow.nodes import add_leaf, is_capturing
+from trlow.nodes import add_leaf, is_capturing, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from trlow.device import Platform
     from trlow.kernel import Kernels
+    from trlow.nodes import Place
 
 BEATS = 4096  # how many places in graphs a rank can watch
 WORD = 8  # bytes of a counter and of a stamp
@@ -59,6 +61,8 @@ class Watch:
         self._platform = platform
         self._kernels = kernels
         self._names: list[str] = []
+        self._place: Place | None = None  # of the newest beat, and its node
+        self._leaf = 0
         self._counters: Zeroed | None = None
         self._pinned = Pinned(platform, BEATS * WORD)
         self._beats: NDArray[np.int64] = np.frombuffer(self._pinned.bytes, np.int64)
@@ -71,6 +75,10 @@ class Watch:
             self.close()
             raise
 
+    def begin_capture(self) -> None:
+        """The next beat is the first of its graph."""
+        self._place = None
+
     def mark(self, name: str, stream: int) -> None:
         """Leave a beat called ``name`` at this place of a capture; nothing in an eager step.
 
@@ -78,15 +86,20 @@ class Watch:
         """
         if self._counters is None or not is_capturing(self._platform, stream):
             return
+        here, last, leaf = place_of(self._platform, stream), self._place, self._leaf
+        if last is not None and here.is_same(last):
+            self._names[-1] += f", {name}"  # nothing lies between: one beat tells both
+            return
         index = len(self._names)
         if index == BEATS:
             raise UsageError(f"a rank can watch {BEATS} places in graphs; close some replays")
         self._names.append(name)
         counter, slot = self._counters.address + WORD * index, self._pinned.address + WORD * index
-        add_leaf(
+        self._place, self._leaf = add_leaf(
             self._platform,
             stream,
             lambda: self._kernels.launch("beat", (counter, slot, 1), 1, stream),
+            None if last is None else leaf,
         )
 
     def begin(self) -> None:
@@ -114,6 +127,7 @@ class Watch:
     def forget(self) -> None:
         """Reuse all places: every graph with beats is destroyed and none runs."""
         self._names.clear()
+        self._place = None
         self.begin()
 
     def close(self) -> None:

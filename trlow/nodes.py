@@ -30,6 +30,10 @@ class Place:
     nodes: Array[c_void_p]
     edges: Array[GraphEdgeData] | None
 
+    def is_same(self, other: Place) -> bool:
+        """Whether nothing was recorded between the two."""
+        return self.graph == other.graph and list(self.nodes) == list(other.nodes)
+
 
 def capture_status(platform: Platform, stream: int) -> int:
     """The cudaStreamCaptureStatus of ``stream``."""
@@ -70,11 +74,25 @@ def go_to(platform: Platform, stream: int, place: Place) -> None:
     )
 
 
-def add_leaf(platform: Platform, stream: int, enqueue: Callable[[], None]) -> None:
-    """Record what ``enqueue`` puts on ``stream`` on a side branch: what follows ignores it."""
+def add_leaf(
+    platform: Platform, stream: int, enqueue: Callable[[], None], after: int | None
+) -> tuple[Place, int]:
+    """Record what ``enqueue`` puts on ``stream`` on a side branch: what follows ignores it.
+
+    ``enqueue`` adds one node; it also waits for the node ``after``, so that all leaves of a graph
+    make one branch. Returns the place where it hangs, and the node.
+    """
     place = place_of(platform, stream)
+    if after is not None:
+        both = (c_void_p * (len(place.nodes) + 1))(*place.nodes, after)
+        edges = None
+        if place.edges is not None:
+            edges = (GraphEdgeData * len(both))(*place.edges)
+        go_to(platform, stream, Place(place.graph, both, edges))
     enqueue()
+    leaf = place_of(platform, stream).nodes[0]
     go_to(platform, stream, place)
+    return place, leaf or 0
 
 
 def add_child(platform: Platform, stream: int, graph: int) -> None:

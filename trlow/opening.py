@@ -51,7 +51,7 @@ class Opening:
         update = streams[Stream.UPDATE]
         arena = Arena(platform, self.plan, rank, update, call, window=self.window)
         stack.callback(arena.close)
-        events, step_events = Events(platform), Events(platform, blocking=True)
+        events, step_events = Events(platform), Events(platform)
         kernels, feed = Kernels(platform, device), Feed(platform, self.plan)
         for owner in (events, step_events, kernels, feed):
             stack.callback(owner.close)

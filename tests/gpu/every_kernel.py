@@ -135,9 +135,9 @@ def compare(tested: Bench, reference: Bench, case: Case) -> float:
 
 
 RACE = b"""extern "C" __global__ void race(int* x) {
-  __shared__ int last;
-  last = threadIdx.x;
-  x[threadIdx.x] = last;
+  __shared__ int lane[256];
+  lane[threadIdx.x] = threadIdx.x;
+  x[threadIdx.x] = lane[255 - threadIdx.x];
 }"""
 
 
