@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from typing import NoReturn
 
-from trlow.cli import doctor, plan, train
+from trlow.cli import bench_words, doctor, plan, train
 from trlow.nn.models import MODELS
 from trlow.range_op import MEAN_STRATEGIES
 
@@ -42,6 +43,7 @@ def build(version: str) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_plan(commands)
+    _add_bench(commands)
     _add_doctor(commands)
     return parser
 
@@ -222,6 +224,17 @@ def _add_plan(commands: argparse._SubParsersAction[Parser]) -> None:
         help="draw the arena, to scale, with its buckets (default: none)",
     )
     command.set_defaults(run=plan.run)
+
+
+def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = _command(
+        commands,
+        "bench",
+        "measure NCCL's collectives, algorithms and protocols",
+        "Measure one of NCCL's collectives over sizes and variants, or compare two results.",
+    )
+    kinds = command.add_subparsers(title="what", metavar="WHAT", required=True)
+    bench_words.add(partial(_command, kinds), whole)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -1,0 +1,186 @@
+"""Times by device events, eager or by graphs, each in two passes.
+
+The first pass has one event before and one behind all units, so nothing stands between two calls:
+that is the time, as nccl-tests means it. The second has an event behind each unit, for percentiles;
+eager, these events cost the host a little, so its median may lie above the time. A unit is an eager
+call, or one launch of a graph of `iterations` calls. Warm-ups run right before the first event: the
+ranks leave the last of them together, so a late thread does not count, and neither does the time
+that a device idles before its first launch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from ctypes import byref, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trlow.bench.calls import Step, lane_call, run
+from trlow.bench.exact import Exact, Segment
+
+if TYPE_CHECKING:
+    from trlow.bench.crew import Crew, Lane
+    from trlow.bench.seat import Seat
+
+THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """One measurement, in µs per collective, averaged over ranks."""
+
+    time_us: float
+    unit_us: tuple[float, ...]
+    enqueue_us: float  # what the issuing thread spends on one collective of its ranks
+
+
+def measure(crew: Crew, nbytes: int, place: str) -> Times:
+    """Time one size. Raises RankError, ForeignError."""
+    job = crew.job
+    fill(crew)
+    if job.launches:
+        capture(crew, nbytes, place, job.iterations)
+    loops = [_loop(crew, lane, nbytes, place) for lane in crew.lanes]
+    units = dict(zip(crew.lanes, loops, strict=True))
+    calls = job.calls_per_unit
+    whole = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=False))
+    spread = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=True))
+    totals = [total for _, found in whole for (total,) in found]
+    rows = [row for _, found in spread for row in found]
+    return Times(
+        statistics.fmean(totals) / (job.units * calls),
+        tuple(statistics.fmean(column) / calls for column in zip(*rows, strict=True)),
+        statistics.fmean(seconds for seconds, _ in whole) * 1e6 / (job.units * calls),
+    )
+
+
+def call_once(crew: Crew, nbytes: int, place: str) -> None:
+    """One collective as the timed loop makes it, and a wait."""
+    if crew.job.launches:
+        capture(crew, nbytes, place, 1)
+        loops = {lane: launches(lane, (nbytes, place, 1)) for lane in crew.lanes}
+    else:
+        loops = {lane: _lane_call(crew, lane, nbytes, place, 0) for lane in crew.lanes}
+    crew.on_lanes(lambda lane: _run_and_wait(lane, loops[lane]))
+
+
+def warm(crew: Crew, nbytes: int, place: str) -> None:
+    """One eager collective of a size, so that nothing is a first use in a capture."""
+    loops = {lane: _lane_call(crew, lane, nbytes, place, 0) for lane in crew.lanes}
+    crew.on_lanes(lambda lane: _run_and_wait(lane, loops[lane]))
+
+
+def fill(crew: Crew) -> None:
+    """Numbers everywhere that a call may read: zeros would be faster than data."""
+    job = crew.job
+    exact = Exact(job.record, job.element, job.result_op, job.root, len(crew.ranks))
+    count = job.most // job.element.itemsize
+
+    def write(seat: Seat) -> None:
+        segment = Segment(0, count, exact.inputs[seat.rank])
+        for name in seat.bases:
+            seat.fill(seat.data(name), segment)
+        seat.synchronize()
+
+    crew.on_ranks(write)
+
+
+def capture(crew: Crew, nbytes: int, place: str, calls: int) -> None:
+    """Capture `calls` collectives on every lane, then instantiate and upload on every lane."""
+    key = (nbytes, place, calls)
+    if key in crew.seats[0].graphs:
+        return
+    warm(crew, nbytes, place)
+    steps = {lane: _calls(crew, lane, nbytes, place, calls) for lane in crew.lanes}
+    captured = crew.on_lanes(lambda lane: _capture(lane, steps[lane]))
+    graphs = dict(zip(crew.lanes, captured, strict=True))
+    crew.on_lanes(lambda lane: _instantiate(lane, key, graphs[lane]))
+
+
+def launches(lane: Lane, key: object) -> list[Step]:
+    """One launch of every rank's graph."""
+    steps: list[Step] = []
+    for seat in lane.seats:
+        cudart = seat.platform.cudart
+        if len(lane.seats) > 1:
+            steps.append((cudart.cudaSetDevice, (seat.device,)))
+        steps.append((cudart.cudaGraphLaunch, (seat.graphs[key][1], seat.stream)))
+    return steps
+
+
+def _calls(crew: Crew, lane: Lane, nbytes: int, place: str, calls: int) -> list[Step]:
+    return [step for call in range(calls) for step in _lane_call(crew, lane, nbytes, place, call)]
+
+
+def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> list[Step]:
+    return lane_call(crew.job, crew.links, lane.seats, nbytes, place, call)
+
+
+def _loop(
+    crew: Crew, lane: Lane, nbytes: int, place: str
+) -> tuple[list[list[Step]], list[list[Step]]]:
+    """Warm-ups and timed units."""
+    job = crew.job
+    if job.launches:
+        once = launches(lane, (nbytes, place, job.iterations))
+        return [once] * job.warmups, [once] * job.launches
+    every = [_lane_call(crew, lane, nbytes, place, call) for call in range(job.iterations)]
+    warmups = [every[index % len(every)] for index in range(job.warmups)]
+    return warmups, every
+
+
+def _pass(
+    lane: Lane, warmups: Sequence[Sequence[Step]], units: Sequence[Sequence[Step]], *, each: bool
+) -> tuple[float, list[list[float]]]:
+    """Seconds of the loop on the host, and per rank the µs between events."""
+    for steps in warmups:
+        run(steps)
+    lane.record(0)
+    begun = time.perf_counter()
+    if each:
+        for index, steps in enumerate(units):
+            run(steps)
+            lane.record(index + 1)
+    else:
+        for steps in units:
+            run(steps)
+    seconds = time.perf_counter() - begun
+    if not each:
+        lane.record(1)
+    lane.synchronize()
+    last = len(units) if each else 1
+    return seconds, [
+        [seat.elapsed_us(index, index + 1) for index in range(last)] for seat in lane.seats
+    ]
+
+
+def _run_and_wait(lane: Lane, steps: Sequence[Step]) -> None:
+    run(steps)
+    lane.synchronize()
+
+
+def _capture(lane: Lane, steps: Sequence[Step]) -> list[int]:
+    """Begin on every rank, enqueue, end on every rank; the graphs in rank order."""
+    for seat in lane.seats:
+        lane.current(seat)
+        seat.platform.cudart.cudaStreamBeginCapture(seat.stream, THREAD_LOCAL)
+    run(steps)
+    found = []
+    for seat in lane.seats:
+        lane.current(seat)
+        graph = c_void_p()
+        seat.platform.cudart.cudaStreamEndCapture(seat.stream, byref(graph))
+        found.append(graph.value or 0)
+    return found
+
+
+def _instantiate(lane: Lane, key: object, graphs: Sequence[int]) -> None:
+    for seat, graph in zip(lane.seats, graphs, strict=True):
+        lane.current(seat)
+        executable = c_void_p()
+        seat.platform.cudart.cudaGraphInstantiate(byref(executable), graph, 0)
+        seat.graphs[key] = (graph, executable.value or 0)
+        seat.platform.cudart.cudaGraphUpload(executable.value, seat.stream)
+        seat.synchronize()
