@@ -83,11 +83,20 @@ def machine() -> dict[str, Any]:
         "gpus": [gpu["name"] for gpu in found.get("gpus", ())],
         "driver": driver(),
         "libraries": {
-            entry["name"]: {"version": entry["version"], "path": entry["path"]}
+            entry["name"]: {"version": entry["version"], "path": shortened(entry["path"])}
             for entry in found.get("libraries", ())
         },
-        "variables": variables_in_effect(),
+        "variables": {k: v for k, v in variables_in_effect().items() if "/" not in v},
     }
+
+
+def shortened(path: str | None) -> str | None:
+    """A library's path from its package on: where an environment stands says nothing here."""
+    if path is None:
+        return None
+    parts = Path(path).parts
+    start = parts.index("site-packages") if "site-packages" in parts else max(len(parts) - 1, 0)
+    return str(Path(*parts[start:]))
 
 
 def environment() -> dict[str, str]:

@@ -36,7 +36,7 @@ for name in $names; do
     explain) measure 130 explain allreduce.py --part explain ${tests:+--nccl-tests "$tests"} ${QUICK:+--rounds 1} ;;
     step) measure 110 step step.py ${QUICK:+--steps 200} ;;
     modes) measure 110 modes modes.py ${QUICK:+--rounds 1 --round-steps 5} ;;
-    launch) measure 80 launch launch.py ${QUICK:+--rounds 1 --steps 100} ;;
+    launch) measure 130 launch launch.py ${QUICK:+--rounds 1 --steps 100} ;;
     start) measure 60 start start.py ${QUICK:+--runs 2} ;;
     *) failed="$failed $name(unknown)" ;;
   esac
