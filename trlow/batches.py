@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trlow.data import Dataset
+from trlow.errors import DataError, ModelError
 from trlow.nn.initial import philox
 
 # Philox streams of the epochs' orders: far behind those of the parameters, which count from 0.
@@ -72,3 +73,25 @@ def epoch_order(rows: int, global_batch: int, seed: int, epoch: int) -> NDArray[
     """A permutation of the rows for one epoch, cut to full global batches."""
     order = philox(seed, ORDER_STREAM + epoch).permutation(rows)
     return order[: rows - rows % global_batch]
+
+
+def check_data(train: Dataset, validation: Dataset, global_batch: int, classes: int) -> None:
+    """Two datasets of one kind, at least one full batch, and a model that ends in their classes.
+
+    Raises DataError or ModelError, which name both sides.
+    """
+    if train.shape != validation.shape or train.classes != validation.classes:
+        raise DataError(
+            f"{train.name} has rows of {train.shape} in {train.classes} classes, {validation.name} "
+            f"{validation.shape} in {validation.classes}: train and validate on the same kind"
+        )
+    if global_batch > train.rows:
+        raise DataError(
+            f"a global batch of {global_batch} rows is larger than {train.name} with its "
+            f"{train.rows} training rows: use at most {train.rows}"
+        )
+    if classes != train.classes:
+        raise ModelError(
+            f"the model ends in {classes} classes, {train.name} has {train.classes}: "
+            f"end with fc({train.classes})"
+        )

@@ -17,10 +17,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trlow.batches import Batches, epoch_order
+from trlow.batches import Batches, check_data, epoch_order
 from trlow.data import Dataset
 from trlow.device import Platform
-from trlow.errors import DataError, ModelError, SettingsError, TrlowError, UsageError
+from trlow.errors import SettingsError, TrlowError, UsageError
 from trlow.nn.compiler import Compiled, compile_model
 from trlow.nn.initial import initial_state
 from trlow.nn.layers import BatchNorm, Sequential
@@ -69,7 +69,7 @@ class Task:
         self.replays: dict[str, Replay] = {}  # by the name of the program
         self._closed = False
         self._dead = False
-        _check_data(self)
+        check_data(train, validation, self.global_batch_size, model.classes(train.shape))
 
     def __enter__(self) -> Self:
         return self
@@ -312,23 +312,3 @@ class Task:
         val = self.validate()
         seconds = time.perf_counter() - started
         return Epoch(train_loss, val.loss, val.top1, val.top5, seconds, steps - taken)
-
-
-def _check_data(task: Task) -> None:
-    train, validation = task.train, task.validation
-    if train.shape != validation.shape or train.classes != validation.classes:
-        raise DataError(
-            f"{train.name} has rows of {train.shape} in {train.classes} classes, {validation.name} "
-            f"{validation.shape} in {validation.classes}: train and validate on the same kind"
-        )
-    if task.global_batch_size > train.rows:
-        raise DataError(
-            f"a global batch of {task.global_batch_size} rows is larger than {train.name} with "
-            f"its {train.rows} training rows: use at most {train.rows}"
-        )
-    classes = task.model.classes(train.shape)
-    if classes != train.classes:
-        raise ModelError(
-            f"the model ends in {classes} classes, {train.name} has {train.classes}: "
-            f"end with fc({train.classes})"
-        )
