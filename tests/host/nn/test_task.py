@@ -29,7 +29,6 @@ REPORT_KEYS = [
     "parameters",
     "plan",
     "replay",
-    "mean_strategy",
     "epochs",
     "weights_digest",
 ]
