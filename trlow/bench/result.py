@@ -157,15 +157,16 @@ def read(path: Path) -> Result:
     try:
         if "trlow_bench" in found:
             return _own(found)
-        return Result(
-            header={"tool": "nccl-tests"},
-            rows=_nccl_tests(found["results"]),
-            complete=True,
+        theirs = Result(
+            header={"tool": "nccl-tests"}, rows=_nccl_tests(found["results"]), complete=True
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SettingsError(
             f"{path} is neither a result of trlow bench nor nccl-tests' JSON: {error!r}"
         ) from error
+    if not theirs.rows:
+        raise SettingsError(f"{path} holds no time of nccl-tests")
+    return theirs
 
 
 def _own(found: dict[str, Any]) -> Result:

@@ -8,13 +8,15 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_SIZES = 4096  # more is a slip of the step
 
 
-def parse_size(text: str) -> int:
+def parse_size(option: str, text: str) -> int:
     """Bytes of "8", "64K", "512M" or "1G", in powers of 1024. Raises SettingsError."""
     number, unit = text.strip(), 1
     if number[-1:].upper() in UNITS:
         number, unit = number[:-1], UNITS[number[-1].upper()]
     if not (number.isascii() and number.isdigit()) or int(number) * unit == 0:
-        raise SettingsError(f'"{text}" is no size: give bytes above 0 such as 8, 64K, 512M or 1G')
+        raise SettingsError(
+            f'{option} "{text}" is no size: give bytes above 0 such as 8, 64K, 512M or 1G'
+        )
     return int(number) * unit
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trlow.bench.compare import Pair
 from trlow.bench.result import Result, Row
 from trlow.bench.sizes import short
+from trlow.bench.winners import crossovers, winners
 
 COLUMNS = (
     "size", "count", "requested", "place", "time µs", "p5", "median", "p95", "p99", "min", "cv %",
-    "enqueue", "algbw", "busbw", "link bytes", "actual", "wrong",
+    "enqueue", "algbw", "busbw", "link bytes", "actual", "wrong", "fastest",
 )  # fmt: skip
-RIGHT = "rr  rrrrrrrrrrr r"
+RIGHT = "rr  rrrrrrrrrrr r "
 COMPARED = ("size", "variant", "place", "A µs", "B µs", "B/A", "95 %", "")
 COMPARED_RIGHT = "r  rrrr "
 LEGEND = (
@@ -23,11 +25,38 @@ LEGEND = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Title row, rows, and which columns hold numbers; a column with nothing in it is left out."""
+
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    right: str
+
+
+def table_of(result: Result) -> Table:
+    """Everything of a run, the fastest of each size marked, and where another one takes over."""
+    marks: dict[int, str] = {}
+    if len({row.variant for row in result.measured}) > 1:
+        for place in {row.place for row in result.measured}:
+            best = winners(result.measured, place)
+            changes = {change.size for change in crossovers(best)}
+            for size, row in best.items():
+                marks[id(row)] = "crossover" if size in changes else "fastest"
+    rows = [[*cells(row), marks.get(id(row), "")] for row in result.rows]
+    shown = [index for index, _ in enumerate(COLUMNS) if any(row[index] for row in rows)]
+    return Table(
+        tuple(COLUMNS[index] for index in shown),
+        [[row[index] for index in shown] for row in rows],
+        "".join(RIGHT[index] for index in shown),
+    )
+
+
 def cells(row: Row) -> list[str]:
-    """One row."""
+    """One row, without the last column."""
     head = [short(row.size), str(row.count), row.variant, row.place]
     if not row.measured:
-        return [*head, "not available", *[""] * (len(COLUMNS) - 5)]
+        return [*head, "not available", *[""] * (len(COLUMNS) - 6)]
     spread = row.spread
     times = (row.time_us, spread.p5_us, spread.median_us, spread.p95_us, spread.p99_us)
     equivalent = "*" if row.ring_equivalent else ""

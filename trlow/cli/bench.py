@@ -36,7 +36,7 @@ from trlow.range_op import MEAN_STRATEGIES
 from trlow.settings import Settings, variables_in_effect
 
 EXIT_FAILED = 1
-STEP = "1M"  # nccl-tests' -i
+MOST, STEP = "32M", "1M"  # nccl-tests' -e and -i
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,13 @@ def outputs_of(arguments: argparse.Namespace) -> Outputs:
 def request_of(arguments: argparse.Namespace) -> Request:
     """What the options ask for. Raises SettingsError."""
     element = dtype_of(arguments.dtype)
-    least = parse_size(arguments.least)
-    most = parse_size(arguments.most) if "most" in arguments else max(least, parse_size("32M"))
+    least = parse_size("-b", arguments.least)
+    most = parse_size("-e", arguments.most if "most" in arguments else MOST)
+    most = most if "most" in arguments else max(least, most)
     if "factor" in arguments:
         sizes = sizes_between(least, most, arguments.factor, None)
     else:
-        sizes = sizes_between(least, most, None, parse_size(getattr(arguments, "step", STEP)))
+        sizes = sizes_between(least, most, None, parse_size("-i", getattr(arguments, "step", STEP)))
     sendrecv = arguments.collective == "sendrecv"
     places = {"both": ("out-of-place", "in-place")}.get(
         arguments.place, (arguments.place or ("out-of-place" if sendrecv else "in-place"),)
@@ -164,8 +165,8 @@ def _finish(found: Result, outputs: Outputs, console: Console) -> None:
     )
     if not found.complete:
         title += ", CUT SHORT"
-    rows = [table.cells(row) for row in found.rows]
-    console.table(title, table.COLUMNS, rows, right=table.RIGHT)
+    shown = table.table_of(found)
+    console.table(title, shown.columns, shown.rows, right=shown.right)
     for line in table.remarks(found):
         console.line(line)
     _show_winners(found, console)

@@ -9,14 +9,18 @@ from collections.abc import Callable
 from trlow.bench.collectives import COLLECTIVES
 from trlow.bench.exact import OPS
 from trlow.bench.variant import ALGORITHMS, BUFFERS, LAUNCHES, PROTOCOLS
-from trlow.cli import bench
+from trlow.cli import bench, bench_plan
 from trlow.range_op import MEAN_STRATEGIES
 
 Make = Callable[[str, str, str], argparse.ArgumentParser]
 ABSENT = argparse.SUPPRESS
 
 
-def add(make: Make, whole: Callable[[int], Callable[[str], int]]) -> None:
+def add(
+    make: Make,
+    whole: Callable[[int], Callable[[str], int]],
+    add_model: Callable[[argparse.ArgumentParser], None],
+) -> None:
     """Add every sub-command; `make(name, summary, text)` makes a parser, `whole` is a type."""
     for name, record in COLLECTIVES.items():
         command = make(
@@ -39,6 +43,35 @@ def add(make: Make, whole: Callable[[int], Callable[[str], int]]) -> None:
         _ways(command, whole)
         _variants(command, reduces=name == "all_reduce")
         _files(command)
+    _plan(make, whole, add_model)
+    _compare(make)
+
+
+def _plan(
+    make: Make,
+    whole: Callable[[int], Callable[[str], int]],
+    add_model: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    command = make(
+        "plan",
+        "measure a model's own communication, alone and beside a backward",
+        "Measure the ranges that a model's plan communicates (both buckets, statistics, results): "
+        "alone, and while a synthetic backward keeps the GPU busy.",
+    )
+    command.set_defaults(run=bench_plan.run)
+    add_model(command)
+    _devices(command)
+    group = command.add_argument_group("measuring")
+    group.add_argument(
+        "--steps", metavar="N", type=whole(2), default=50, help="steps of each program and round"
+    )
+    group.add_argument("--rounds", metavar="N", type=whole(1), default=3, help="rounds, in turn")
+    group.add_argument(
+        "--json", metavar="FILE", default=ABSENT, help="write everything (default: none)"
+    )
+
+
+def _compare(make: Make) -> None:
     command = make(
         "compare",
         "compare two results size by size",
@@ -110,6 +143,10 @@ def _ways(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[str
             f"--{name}", dest="place", action="store_const", const=name, default=None,
             help="where the result goes (default: in-place, of sendrecv out-of-place)",
         )  # fmt: skip
+    _devices(command)
+
+
+def _devices(command: argparse.ArgumentParser) -> None:
     devices = command.add_argument_group("devices")
     devices.add_argument(
         "--device", choices=("auto", "host", "cuda"), default="auto",

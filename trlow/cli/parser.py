@@ -172,7 +172,7 @@ def _add_devices(command: Parser) -> None:
     )
 
 
-def _add_model(command: Parser) -> None:
+def _add_model(command: argparse.ArgumentParser) -> None:
     """Add what decides the plan: `train` and `plan` take the same words for it."""
     group = command.add_argument_group("model and data")
     group.add_argument(
@@ -231,10 +231,11 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
         commands,
         "bench",
         "measure NCCL's collectives, algorithms and protocols",
-        "Measure one of NCCL's collectives over sizes and variants, or compare two results.",
+        "Measure one of NCCL's collectives over sizes and variants, or the communication of a "
+        "model's plan; or compare two results.",
     )
     kinds = command.add_subparsers(title="what", metavar="WHAT", required=True)
-    bench_words.add(partial(_command, kinds), whole)
+    bench_words.add(partial(_command, kinds), whole, _add_model)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:

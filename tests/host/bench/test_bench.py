@@ -12,6 +12,9 @@ import time
 import pytest
 
 from trlow.bench.collectives import COLLECTIVES
+from trlow.bench.in_context import with_load
+from trlow.nn import Variant, compile_model
+from trlow.nn.models import MODELS
 
 QUICK = ("--device", "host", "--rounds", 2, "-n", 4, "-w", 1)
 
@@ -140,3 +143,52 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     found = json.loads(path.read_text())
     assert not found["complete"]
     assert found["rows"][0]["rounds_us"]
+
+
+def test_a_plans_own_communication_alone_and_beside_a_backward(bench, tmp_path):
+    path = tmp_path / "plan.json"
+    outcome = bench(
+        "plan", "--device", "host", "--gpus", "0-1", "--steps", 4, "--rounds", 1, "--json", path
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(path.read_text())
+    assert found["complete"]
+    assert [(one["stage"], one["nbytes"]) for one in found["stages"]] == [
+        ("DEEP_COMM", 92172), ("FIRST_COMM", 4928), ("STATS_COMM", 1536), ("VAL_RESULT_COMM", 260),
+    ]  # fmt: skip
+    for one in found["stages"]:
+        times = ("alone_us", "context_us", "backward_us", "backward_beside_us", "slow_down")
+        assert all(one[name] > 0 for name in times)
+        assert one["exposed_us"] >= 0
+    assert found["compute_us"] > found["comm_us"] > 0
+    assert "ratio" in outcome.out
+
+
+def test_memory_for_the_synthetic_backward_moves_nothing():
+    compiled = compile_model(
+        MODELS["cnn"](10), input_shape=(8, 8, 1), local_batch=32, world_size=4,
+        variants=(Variant("short", 5, 8, 8),),
+    )  # fmt: skip
+    loaded = with_load(compiled.plan, (64, 64, 64))
+    for tensor in compiled.plan.tensors:
+        assert loaded[tensor.name].offset == tensor.offset
+        assert loaded[tensor.name].slot_nbytes == tensor.slot_nbytes
+    assert loaded.range("bench.dx").offset >= compiled.plan.tensors[-1].offset
+
+
+def test_compare_says_what_is_slower_and_fails_above_a_limit(bench, measured, tmp_path):
+    found = measured("all_reduce", "-b", 64, "-e", 256, "-f", 4, "-c", 0)
+    for row in found["rows"]:
+        row["rounds_us"] = [10.0, 10.1, 9.9]
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    first.write_text(json.dumps(found))
+    for row in found["rows"]:
+        row["rounds_us"] = [time_us * 1.2 for time_us in row["rounds_us"]]
+    second.write_text(json.dumps(found))
+    assert bench("compare", first, second).code == 0
+    outcome = bench("compare", first, second, "--fail-above", 10)
+    assert outcome.code == 1
+    assert outcome.out.count("B slower") == 2
+    assert "2 of 2 are slower by more than 10 %" in outcome.out
+    assert bench("compare", first, second, "--fail-above", 30).code == 0
+    assert bench("compare", second, first, "--fail-above", 10).code == 0
