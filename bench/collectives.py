@@ -1,0 +1,199 @@
+"""Does `trlow bench` tell the same times as nccl-tests, eager and in graphs, either way to launch?
+
+    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--json FILE]
+
+PATH is all_reduce_perf of nccl-tests; it loads the very library that trlow loads. In-place fp32
+sums over all sizes. `threads` stands against -t N, `group` against -g N. For each of the two, eager
+and in graphs, small sizes and large ones apart, as both sides walk through a buffer of the largest
+size: a worker of trlow bench is started once and asked for all sizes, then nccl-tests runs in a
+fresh process, round by round. Medians over rounds are compared.
+
+Two clocks: nccl-tests reads the host's, from a barrier to an empty stream, trlow the device's, from
+the end of warm-up calls to the end of the last. So nccl-tests' time holds the start of the first
+call and the host's noticing of the end once in each loop; long loops make that small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+
+from trlow.bench.job import Job
+from trlow.bench.process import start
+from trlow.bench.result import read
+from trlow.bench.sizes import short, sizes_between
+from trlow.bench.variant import Variant
+
+KI, MI = 1 << 10, 1 << 20
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One loop on both sides."""
+
+    launch: str  # threads or group
+    least: int
+    most: int
+    iterations: int
+    launches: int  # of a graph; 0: eager
+
+    @property
+    def name(self) -> str:
+        """The way, in words."""
+        way = "graphs" if self.launches else "eager"
+        return f"{self.launch}, {way} of {self.iterations}"
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes, as nccl-tests takes them."""
+        return sizes_between(self.least, self.most, 2, None)
+
+    def bar(self, nbytes: int, reference_us: float) -> float:
+        """How far above nccl-tests trlow's time may be, in us."""
+        if nbytes >= 4 * MI:
+            return 0.03 * reference_us
+        if nbytes >= MI:
+            return 0.05 * reference_us
+        return max(0.5, 0.05 * reference_us) if self.launches else 2.0
+
+
+def parts(most: int, chosen: str) -> Iterator[Part]:
+    """Small sizes get long loops, large ones short ones."""
+    for launch in ("threads", "group"):
+        for way, small, large in (("graphs", (20, 200), (20, 20)), ("eager", (400, 0), (40, 0))):
+            if way in chosen and launch in chosen:
+                yield Part(launch, 8, min(most, 256 * KI), *small)
+                if most > 256 * KI:
+                    yield Part(launch, 512 * KI, most, *large)
+
+
+def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
+    """Rows of one part: every round's time of both sides."""
+    job = Job(
+        collective="all_reduce",
+        dtype="float32",
+        most=part.most,
+        iterations=part.iterations,
+        launches=part.launches,
+        variant=Variant(launch=part.launch),
+        settings={"device": arguments.device, "gpus": arguments.gpus, "loopback_only": True},
+    )
+    worker = start(job, {})
+    try:
+        hello = worker.ask(LIMIT_S, "hello")
+        worker.ask(LIMIT_S, "open")
+        rows = {
+            size: {"size": size, "part": asdict(part), "trlow": [], "nccl-tests": [], "enqueue": []}
+            for size in part.sizes()
+        }
+        for _ in range(arguments.rounds):
+            for size, row in rows.items():
+                found = worker.ask(LIMIT_S, "measure", size=size, place="in-place")
+                row["trlow"].append(found["time_us"])
+                row["enqueue"].append(found["enqueue_us"])
+            if arguments.nccl_tests is not None:
+                for size, us in nccl_tests(arguments, part, hello).items():
+                    rows[size]["nccl-tests"].append(us)
+        worker.close(LIMIT_S)
+    finally:
+        worker.kill()
+    return [judged(part, row) for row in rows.values()]
+
+
+def nccl_tests(
+    arguments: argparse.Namespace, part: Part, hello: Mapping[str, Any]
+) -> dict[int, float]:
+    """One process of nccl-tests; us by size."""
+    ranks = str(hello["ranks"])
+    library = Path(hello["libraries"]["nccl"]["path"])
+    way = ["-t", ranks, "-g", "1"] if part.launch == "threads" else ["-t", "1", "-g", ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "found.json"
+        command = [str(arguments.nccl_tests), *way, "-o", "sum", "-d", "float", "-c", "0"]
+        command += ["-b", str(part.least), "-e", str(part.most), "-f", "2", "-w", "5"]
+        command += ["-n", str(part.iterations), "-G", str(part.launches), "-J", str(output)]
+        own = {"NCCL_TESTS_DEVICE": str(hello["devices"][0])}
+        own["LD_LIBRARY_PATH"] = os.pathsep.join(
+            (str(library.parent), os.environ.get("LD_LIBRARY_PATH", ""))
+        )
+        done = subprocess.run(
+            command,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"nccl-tests ended with {done.returncode}: {done.stdout[-2000:]}")
+        if output.exists():
+            rows = read(output).rows
+            return {row.size: row.time_us for row in rows if row.place == "in-place"}
+    # size count type redop root | time algbw busbw wrong | time algbw busbw wrong
+    lines = [line.split() for line in done.stdout.splitlines() if line[:1] not in {"#", ""}]
+    return {int(cells[0]): float(cells[9]) for cells in lines if len(cells) == 13}
+
+
+def judged(part: Part, row: dict[str, Any]) -> dict[str, Any]:
+    """With medians, ratio and whether the bar is met."""
+    if not row["nccl-tests"]:
+        return row
+    mine, theirs = statistics.median(row["trlow"]), statistics.median(row["nccl-tests"])
+    bar = part.bar(row["size"], theirs)
+    return {**row, "ratio": mine / theirs, "bar_us": bar, "met": mine <= theirs + bar}
+
+
+def show(part: Part, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{part.name}" + (f", {part.launches} launches" if part.launches else ""))
+    cells = []
+    for row in rows:
+        theirs = row["nccl-tests"]
+        cells.append(
+            [
+                short(row["size"]),
+                *(f"{pick(row['trlow']):.2f}" for pick in (statistics.median, min, max)),
+                *(f"{pick(theirs):.2f}" if theirs else "-" for pick in (statistics.median, min)),
+                f"{row['ratio']:.3f}" if theirs else "-",
+                f"+{row['bar_us']:.2f}" if theirs else "-",
+                f"{min(row['enqueue']):.2f}",
+                report.verdict(row["met"]) if theirs else "-",
+            ]
+        )
+    titles = ("size", "trlow us", "least", "most", "nccl-tests us", "least", "ratio", "bar us")
+    report.table((*titles, "enqueue us", ""), cells)
+
+
+def main() -> None:
+    made = report.parser(__doc__)
+    made.add_argument("--nccl-tests", type=Path, help="all_reduce_perf; without it trlow alone")
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--most", type=int, default=512 * MI, help="largest size in bytes")
+    made.add_argument("--part", default="threads,group,graphs,eager", help="which of them")
+    arguments = made.parse_args()
+    if arguments.nccl_tests is not None:
+        arguments.nccl_tests = arguments.nccl_tests.resolve()
+    here = report.machine()
+    print(report.header(here))
+    results: dict[str, Any] = {"rows": []}
+    for part in parts(arguments.most, arguments.part):
+        rows = both(arguments, part)
+        show(part, rows)
+        results["rows"] += rows
+        report.save(arguments, here, results)
+    judged_rows = [row for row in results["rows"] if "met" in row]
+    if judged_rows:
+        missed = [row for row in judged_rows if not row["met"]]
+        print(f"\n{len(judged_rows) - len(missed)} of {len(judged_rows)} bars met")
+
+
+if __name__ == "__main__":
+    main()
