@@ -86,7 +86,8 @@ class Links:
     def prepare(self, seats: Sequence[Seat]) -> None:
         """Reductions, registrations and windows, before any call."""
         for seat in seats:
-            self.reductions[seat.rank] = self._reduction(seat)
+            with self._platform.on(seat.device):
+                self.reductions[seat.rank] = self._reduction(seat)
         kind = self._job.variant.buffers
         for name in self._job.buffers if kind != "plain" else ():
             if kind == "window":
@@ -94,12 +95,9 @@ class Links:
                 continue
             for seat in seats:
                 handle = c_void_p()
-                self._nccl.ncclCommRegister(
-                    self.handles[seat.rank],
-                    seat.bases[name],
-                    self._job.buffer_nbytes,
-                    byref(handle),
-                )
+                whole = (seat.bases[name], self._job.buffer_nbytes)
+                with self._platform.on(seat.device):
+                    self._nccl.ncclCommRegister(self.handles[seat.rank], *whole, byref(handle))
                 seat.registrations.append(handle.value or 0)
 
     def _register_window(self, seats: Sequence[Seat], name: str) -> None:

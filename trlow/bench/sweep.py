@@ -64,11 +64,11 @@ class Sweep:
             for number, size in enumerate(self.request.sizes):
                 self._size(number, size)
                 self._keep(self.result)
-            for member in self._members:
-                self._close(member)
             if self._machine is not None:
                 self.result.header["after"] = self._machine.state()
-            if self.request.actual and self.result.header["platform"] != "host":
+            for member in self._members:
+                self._close(member)
+            if self._has_log():
                 self._read_logs()
             self.result.complete = not self.result.failed
         finally:
@@ -197,6 +197,11 @@ class Sweep:
         member.worker = None
 
     # -- what NCCL really took
+
+    def _has_log(self) -> bool:
+        """Whether it is asked for and NCCL would say: not on the host device, nor of send."""
+        real = self.result.header["platform"] != "host" and self._ranks > 1
+        return self.request.actual and real and self.request.collective != "sendrecv"
 
     def _read_logs(self) -> None:
         """A fresh, untimed process per variant that was measured, one call per size, with a log."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trlow.bench.crew import Crew, Lane
     from trlow.bench.seat import Seat
 
+RESOLUTION_US = 0.5  # cudaEventElapsedTime's; one rank in place does nothing at all
 THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 
 
@@ -47,7 +48,7 @@ def measure(crew: Crew, nbytes: int, place: str) -> Times:
     calls = job.calls_per_unit
     whole = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=False))
     spread = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=True))
-    totals = [total for _, found in whole for (total,) in found]
+    totals = [max(total, RESOLUTION_US) for _, found in whole for (total,) in found]
     rows = [row for _, found in spread for row in found]
     return Times(
         statistics.fmean(totals) / (job.units * calls),

@@ -60,9 +60,9 @@ class Server:
             raise SettingsError(f"-r {job.root}: there are ranks 0 to {ranks - 1}")
         check_window(self._settings, platform, ranks)
         for rank, device in enumerate(self._devices):
-            free, _ = platform.memory(device) if platform.name == "host" else (None, None)
+            free, _ = platform.memory(device)
             wanted = job.buffer_nbytes * len(job.buffers)
-            if free is not None and wanted > free:
+            if wanted > free:
                 raise SettingsError(
                     f"size {job.most} needs {wanted} bytes, rank {rank} (device {device}) has "
                     f"{free} free; give a smaller -e"

@@ -14,6 +14,14 @@ from trlow.range_op import MEAN_STRATEGIES
 
 Make = Callable[[str, str, str], argparse.ArgumentParser]
 ABSENT = argparse.SUPPRESS
+MEASURE = """\
+Measure {name} over sizes and variants. Options of one letter mean what nccl-tests' do.
+
+  trlow bench {name} -b 1K -e 64M -f 4                  eager, NCCL's own choice
+  trlow bench {name} -b 1K -e 64M -f 4 -G 20            20 launches of a graph of 20 calls
+  trlow bench {name} -b 1K -e 64M -f 4 --plot out.svg --algo Ring --proto LL,LL128,Simple
+
+Lists measure every combination, each in a fresh process, in turn. Times are µs per call."""
 
 
 def add(
@@ -26,9 +34,7 @@ def add(
         command = make(
             name,
             f"measure {record.function if name != 'sendrecv' else 'ncclSend with ncclRecv'}",
-            f"Measure {name} over sizes and variants. Options of one letter mean what nccl-tests' "
-            "do. Several values of --algo, --proto, --buffers, --launch, --ctas, --mixing and "
-            "--mean measure every combination, each in a fresh process, in turn.",
+            MEASURE.format(name=name),
         )
         command.set_defaults(run=bench.run, collective=name, place=None)
         _sizes(command, whole)
@@ -138,11 +144,14 @@ def _ways(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[str
         help="how often each size of each variant is measured, in turn",
     )  # fmt: skip
     place = group.add_mutually_exclusive_group()
-    for name in ("in-place", "out-of-place", "both"):
+    for name, text in (
+        ("in-place", "the result replaces the input (the default, but for sendrecv)"),
+        ("out-of-place", "the result goes to a buffer of its own"),
+        ("both", "measure both"),
+    ):
         place.add_argument(
-            f"--{name}", dest="place", action="store_const", const=name, default=None,
-            help="where the result goes (default: in-place, of sendrecv out-of-place)",
-        )  # fmt: skip
+            f"--{name}", dest="place", action="store_const", const=name, default=ABSENT, help=text
+        )
     _devices(command)
 
 

@@ -114,16 +114,12 @@ def test_a_pair_that_cannot_be_is_not_available_with_its_reason(bench, tmp_path,
     assert "not available" in outcome.out
 
 
-def test_pictures_are_drawn(bench, tmp_path):
+def test_a_picture_is_drawn(bench, tmp_path):
     pytest.importorskip("matplotlib")
-    for name, start in (("found.svg", b"<?xml"), ("found.png", b"\x89PNG")):
-        path = tmp_path / name
-        outcome = bench(
-            "all_reduce", *QUICK, "-b", 64, "-e", "4K", "-f", 8, "--buffers", "plain,registered",
-            "--both", "--plot", path,
-        )  # fmt: skip
-        assert (outcome.code, outcome.err) == (0, "")
-        assert path.read_bytes().startswith(start)
+    path = tmp_path / "found.svg"
+    outcome = bench("all_reduce", *QUICK, "-b", 64, "-e", 64, "--plot", path)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert path.read_bytes().startswith(b"<?xml")
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trlow.bench import checking
+from trlow.bench import checking, timing
 from trlow.bench.crew import Crew
 from trlow.bench.job import Job
 from trlow.bench.process import WorkerError, WorkerProcess, start
@@ -190,8 +190,14 @@ def test_a_wrong_element_is_exit_code_1(bench, monkeypatch):
     assert "WRONG at 64 default in-place: 2 elements; rank 0, index 5" in outcome.out
 
 
-def test_a_failed_call_in_a_group_launches_nothing_and_is_told(two_ranks):
-    crew = two_ranks(variant=Variant(launch="group"))
+@pytest.mark.parametrize("launch", ["group", "threads"])
+@pytest.mark.parametrize("launches", [0, 1])
+def test_a_call_that_is_refused_on_one_rank_ends_all_with_its_error(two_ranks, launch, launches):
+    crew = two_ranks(variant=Variant(launch=launch), launches=launches)
+    checking.check(crew, 64, "in-place")
     crew.links.reductions[1] = 999
+    begun = time.monotonic()
     with pytest.raises(NcclError, match="reduction 999 does not exist"):
-        checking.check(crew, 64, "in-place")
+        timing.measure(crew, 128, "in-place")
+    assert time.monotonic() - begun < 10
+    crew.links.reductions[1] = 0

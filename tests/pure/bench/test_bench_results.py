@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trlow.bench import compare, table, tuning_log
+from trlow.bench import compare, plot, table, tuning_log
 from trlow.bench.facts import read_links
 from trlow.bench.figures import ratio, spread
 from trlow.bench.result import Result, Row, read
@@ -136,6 +136,29 @@ def test_bandwidths_are_derived():
     assert row(8, [1.0], algo="NVLS").ring_equivalent
     assert not row(8, [1.0], algo="NVLS", actual=Actual("Ring", "LL", 1)).ring_equivalent
     assert table.cells(row(8, [1.0], algo="NVLS"))[13].endswith("*")
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_pictures_of_one_rank_of_several_variants_and_of_a_cut_run_are_drawn(
+    tmp_path, suffix, start
+):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(size, [size / 100, size / 90], name, factor=factor, place=place)
+        for size in (8, 64, 512)
+        for name in ("LL", "Simple")
+        for place in ("in-place", "out-of-place")
+        for factor in (0.0,)
+    ]
+    rows.append(row(4096, [], "LL", reason="no such thing"))
+    found = result(*rows)
+    found.complete = False
+    path = tmp_path / f"found{suffix}"
+    plot.draw(found, path)
+    first = path.read_bytes()
+    assert first.startswith(start)
+    plot.draw(found, path)
+    assert path.read_bytes() == first  # no date, no random ids
 
 
 NCCL_TESTS = {
