@@ -8,7 +8,7 @@ takes a stream or an event leaves the caller's current device as it was.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from trlow.kernel_cache import KernelCache
 from trlow.settings import variables_in_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from trlow.binding.clib import Library
     from trlow.binding.host import HostLibraries
@@ -185,6 +185,13 @@ class Platform:
             self.host.trlowHostIssuerLeave()
 
 
+def _destroy_all(destroy: Callable[[int], object], handles: dict[Hashable, int]) -> None:
+    """Empty ``handles``, calling ``destroy`` on each even when some calls raise."""
+    with ExitStack() as stack:
+        while handles:
+            stack.callback(destroy, handles.popitem()[1])
+
+
 class Streams:
     """The non-blocking streams of one rank by key. Made and closed on the rank's own thread."""
 
@@ -210,10 +217,8 @@ class Streams:
             self._platform.cudart.cudaStreamSynchronize(handle)
 
     def close(self) -> None:
-        """Destroy the streams; a second call does nothing."""
-        while self._handles:
-            _, handle = self._handles.popitem()
-            self._platform.cudart.cudaStreamDestroy(handle)
+        """Destroy the streams; a second call does nothing. One that fails spares no other."""
+        _destroy_all(self._platform.cudart.cudaStreamDestroy, self._handles)
 
 
 class Events:
@@ -236,10 +241,8 @@ class Events:
         return self._handles[key]
 
     def close(self) -> None:
-        """Destroy the events; a second call does nothing."""
-        while self._handles:
-            _, handle = self._handles.popitem()
-            self._platform.cudart.cudaEventDestroy(handle)
+        """Destroy the events; a second call does nothing. One that fails spares no other."""
+        _destroy_all(self._platform.cudart.cudaEventDestroy, self._handles)
 
 
 class Pinned:

@@ -84,7 +84,7 @@ class Guarded:
         return bool((outside == CANARY).all())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its stream must not outlive the kernels' tests
 def launcher():
     launcher = Launcher(host.load())
     yield launcher
