@@ -62,8 +62,8 @@ class Row:
 
     @property
     def traffic_nbytes(self) -> float:
-        """Bytes that a ring would put on each rank's link."""
-        return self.factor * self.size
+        """Bytes that a ring would put on each rank's link; a single rank has none."""
+        return self.factor * self.size if self.ranks > 1 else 0.0
 
     @property
     def spread(self) -> Spread:

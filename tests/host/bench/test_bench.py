@@ -46,6 +46,7 @@ def test_one_device_and_three_work(measured):
         found = measured("all_reduce", "-b", 24, "-e", 24, "--gpus", gpus, "-G", 1)
         (row,) = found["rows"]
         assert (row["ranks"], row["wrong"]) == (ranks, 0)
+        assert row["traffic_nbytes"] == 24 * 2 * (ranks - 1) / ranks
 
 
 def test_variants_are_measured_in_turn_and_shown_side_by_side(bench, tmp_path):
