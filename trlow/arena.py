@@ -173,18 +173,23 @@ class Arena:
             )
             raise UsageError(message)
         source = np.ascontiguousarray(array)
-        address = source.ctypes.data
-        nbytes = source.nbytes
-        self._call(lambda: self._copy(self.base + span.offset, address, nbytes, HOST_TO_DEVICE))
+
+        def copy() -> None:  # holds the array for as long as the job may run
+            target = self.base + span.offset
+            self._copy(target, source.ctypes.data, source.nbytes, HOST_TO_DEVICE)
+
+        self._call(copy)
 
     def copy_out(self, what: str | Range) -> NDArray[Any]:
         """A fresh numpy copy of a DTensor (in its shape) or of a range (flat)."""
         span, shape = self._extent(what)
         array = np.empty(shape, span.dtype.numpy)
-        address = array.ctypes.data
-        self._call(
-            lambda: self._copy(address, self.base + span.offset, array.nbytes, DEVICE_TO_HOST)
-        )
+
+        def copy() -> None:  # holds the array for as long as the job may run
+            source = self.base + span.offset
+            self._copy(array.ctypes.data, source, array.nbytes, DEVICE_TO_HOST)
+
+        self._call(copy)
         return array
 
     def _extent(self, what: str | Range) -> tuple[Range, tuple[int, ...]]:

@@ -56,16 +56,22 @@ class Graphs:
     graphs: dict[Hashable, int] = field(default_factory=dict)  # cudaGraph_t
     execs: dict[Hashable, int] = field(default_factory=dict)  # cudaGraphExec_t
     nodes: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)  # node types in order
+    beats: list[list[int]] = field(default_factory=list)  # places of the watch that they take
 
     def take(self, other: Graphs) -> None:
         """Own what ``other`` owned."""
         self.graphs.update(other.graphs)
         self.execs.update(other.execs)
         self.nodes.update(other.nodes)
+        self.beats += other.beats
 
     def close(self, rank: Rank) -> None:
         """Destroy everything; goes on after a failure and raises the first."""
         self.nodes.clear()
+        while self.beats:
+            taken = self.beats.pop()
+            if rank.watch is not None:
+                rank.watch.give_back(taken)
         first: ForeignError | None = None
         for handles, destroy in (
             (self.execs, rank.platform.cudart.cudaGraphExecDestroy),
@@ -140,7 +146,7 @@ def _capture_section(
     graph = c_void_p()
     cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
     if rank.watch is not None:
-        rank.watch.begin_capture()
+        graphs.beats.append(rank.watch.begin_capture())
     try:
         section.enqueue(rank, rendezvous)
         cudart.cudaStreamEndCapture(stream, byref(graph))
@@ -209,16 +215,16 @@ def adopt_children(rank: Rank, program: Program) -> None:
         for stage in stages:
             if stage.external is None or stage.external.kind != "graph":
                 continue
-            graph: int = stage.external.body[rank.index]  # type: ignore[index]
-            if graph in rank.children:
+            if stage.external in rank.children:
                 continue
+            graph: int = stage.external.body[rank.index]  # type: ignore[index]
             refused = sorted({kind for kind in node_types(rank, graph) if kind in REFUSED})
             if refused:
                 message = f"a child graph must not hold {', '.join(refused)} nodes"
                 raise CaptureError(message, rank=rank.index, stage=stage.name, op="external")
             executable = c_void_p()
             rank.platform.cudart.cudaGraphInstantiate(byref(executable), graph, 0)
-            rank.children[graph] = executable.value or 0
+            rank.children[stage.external] = executable.value or 0
 
 
 def release_children(rank: Rank) -> None:

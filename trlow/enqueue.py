@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trlow.feed import Feed
     from trlow.kernel import Kernels
     from trlow.marks import Tracer, Watch
-    from trlow.program import Program, Stage
+    from trlow.program import External, Program, Stage
     from trlow.ranks import Status
 
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
@@ -50,7 +50,7 @@ class Rank:
     arena: Arena
     watch: Watch | None = None  # beats around collectives, in captures
     tracer: Tracer | None = None  # stamps around stages, while a program is captured for a trace
-    children: dict[int, int] = field(default_factory=dict)  # external cudaGraph_t -> its exec
+    children: dict[External, int] = field(default_factory=dict)  # its graph, made executable
 
     def mark(self, name: str, stream: int) -> None:
         """Leave a beat at this place of a capture, if anybody watches."""
@@ -97,6 +97,7 @@ class Rendezvous:
     groups: Sequence[Group]
     capturing: bool = False  # which error a failed group is
     _barrier: threading.Barrier = field(init=False)
+    _stopped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._barrier = threading.Barrier(self.parties + 1, timeout=self.deadline_s)
@@ -130,11 +131,16 @@ class Rendezvous:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            message = "a rank or the coordinator stopped before the collective"
-            raise PeerFailedError(message) from None
+            if self._stopped:
+                message = "a rank or the coordinator stopped before the collective"
+                raise PeerFailedError(message) from None
+            self._stopped = True  # only the first to run out of time says so
+            message = f"not every rank came to a collective within {self.deadline_s:g} s"
+            raise RankError(message, rank=None, step=None, stage=None) from None
 
     def stop(self) -> None:
         """Wake everybody who waits here or comes later."""
+        self._stopped = True
         self._barrier.abort()
 
 
@@ -207,7 +213,7 @@ def _enqueue_external(rank: Rank, stage: Stage, stream: int) -> None:
     if is_capturing(rank.platform, stream):
         add_child(rank.platform, stream, graph)
     else:
-        rank.platform.cudart.cudaGraphLaunch(rank.children[graph], stream)
+        rank.platform.cudart.cudaGraphLaunch(rank.children[external], stream)
 
 
 def enqueue_phase(rank: Rank, program: Program, phase: int, rendezvous: Rendezvous | None) -> None:

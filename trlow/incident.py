@@ -32,7 +32,7 @@ def rank_error(
         rank=member.index,
         step=member.status.step,
         stage=member.status.stage,
-        peers=ranks.describe(),
+        peers=ranks.describe(but=member.index),
     )
 
 

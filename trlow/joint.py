@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trlow.errors import RankError
 from trlow.incident import report
+from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +45,14 @@ class JointRun:
         late = self.abort or not self.ranks.settle(self.jobs, BACK_S)
         if late and self.communicators is not None:
             self.communicators.start_abort()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """``error`` with what was gathered; an error of its own for a run that was told to stop."""
+        if isinstance(error, PeerFailedError):
+            error = RankError("the run was stopped by close()", rank=None, step=None, stage=None)
+        if isinstance(error, RankError):
+            error.report = self.report
+        return error
 
     def moved(self) -> object:
         """Changes while anything moves on any rank; tells the caller at most twice a second."""

@@ -60,7 +60,9 @@ class Watch:
     def __init__(self, platform: Platform, kernels: Kernels, stream: int) -> None:
         self._platform = platform
         self._kernels = kernels
-        self._names: list[str] = []
+        self._names: dict[int, str] = {}  # by index, in the order in which they were placed
+        self._free = list(range(BEATS))
+        self._taken: list[int] = []  # by the graph that is being captured
         self._place: Place | None = None  # of the newest beat, and its node
         self._leaf = 0
         self._counters: Zeroed | None = None
@@ -70,14 +72,22 @@ class Watch:
         self._start = self._beats.copy()
         try:
             self._counters = Zeroed(platform, BEATS * WORD, stream)
-            ready(kernels, WATCH_KERNELS, self._counters.address, stream)
+            ready(platform, kernels, WATCH_KERNELS, self._counters.address, stream)
         except BaseException:
             self.close()
             raise
 
-    def begin_capture(self) -> None:
-        """The next beat is the first of its graph."""
-        self._place = None
+    def begin_capture(self) -> list[int]:
+        """The next beat is the first of its graph. Returns the list of what the graph will take."""
+        self._place, self._taken = None, []
+        return self._taken
+
+    def give_back(self, taken: list[int]) -> None:
+        """Reuse the places of a graph that is destroyed."""
+        for index in taken:
+            del self._names[index]
+        self._free += taken
+        taken.clear()
 
     def mark(self, name: str, stream: int) -> None:
         """Leave a beat called ``name`` at this place of a capture; nothing in an eager step.
@@ -88,12 +98,13 @@ class Watch:
             return
         here, last, leaf = place_of(self._platform, stream), self._place, self._leaf
         if last is not None and here.is_same(last):
-            self._names[-1] += f", {name}"  # nothing lies between: one beat tells both
+            self._names[self._taken[-1]] += f", {name}"  # nothing between: one beat tells both
             return
-        index = len(self._names)
-        if index == BEATS:
-            raise UsageError(f"a rank can watch {BEATS} places in graphs; close some replays")
-        self._names.append(name)
+        if not self._free:
+            raise UsageError(f"a rank can watch {BEATS} places in graphs; release some replays")
+        index = self._free.pop(0)
+        self._names[index] = name
+        self._taken.append(index)
         counter, slot = self._counters.address + WORD * index, self._pinned.address + WORD * index
         self._place, self._leaf = add_leaf(
             self._platform,
@@ -118,17 +129,10 @@ class Watch:
         Places of one graph beat in order and equally often, so it is the last of those that beat
         most often.
         """
-        counts = self._beats[: len(self._names)] - self._start[: len(self._names)]
-        if not counts.any():
-            return "nothing yet"
-        index = int(np.flatnonzero(counts == counts.max())[-1])
-        return f"{self._names[index]} (time {counts[index]})"
-
-    def forget(self) -> None:
-        """Reuse all places: every graph with beats is destroyed and none runs."""
-        self._names.clear()
-        self._place = None
-        self.begin()
+        counts = self._beats - self._start
+        most = int(counts.max(initial=0))
+        reached = [name for index, name in self._names.items() if counts[index] == most]
+        return f"{reached[-1]} (time {most})" if most and reached else "nothing yet"
 
     def close(self) -> None:
         """Give the memory back; no graph with beats may be launched any more."""
@@ -151,7 +155,7 @@ class Tracer:
         self._slots = Zeroed(platform, (rows * places * 2 + 1) * WORD, stream)
         self._row = self._slots.address + rows * places * 2 * WORD
         try:
-            ready(kernels, TRACE_KERNELS, self._row, stream)
+            ready(platform, kernels, TRACE_KERNELS, self._row, stream)
         except BaseException:
             self.close()
             raise
@@ -180,8 +184,11 @@ class Tracer:
         self._slots.close()
 
 
-def ready(kernels: Kernels, names: Sequence[str], address: int, stream: int) -> None:
+def ready(
+    platform: Platform, kernels: Kernels, names: Sequence[str], address: int, stream: int
+) -> None:
     """Load kernels and launch each with nothing to do, so that none is a first use later."""
     kernels.load(names)
     for name in names:
         kernels.warm(name, address, stream)
+    platform.cudart.cudaStreamSynchronize(stream)

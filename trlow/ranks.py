@@ -13,7 +13,7 @@ import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from trlow.errors import ForeignError, RankError
+from trlow.errors import CaptureError, ForeignError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,7 +206,7 @@ class Ranks:
     def first_failure(self, jobs: Sequence[Job]) -> BaseException | None:
         """The error that came first, not counting ranks that only stopped because of a peer.
 
-        One that names a rank says more than the coordinator's about the same group.
+        In a capture one that names a rank says more than the coordinator's about the same group.
         """
         noticed = [status.failed_at for status in self.statuses]
         noticed += [None] * (len(jobs) - len(noticed))
@@ -216,7 +216,8 @@ class Ranks:
             if job.error is not None
         ]
         own = [pair for pair in errors if not isinstance(pair[1], PeerFailedError)]
-        named = [pair for pair in own if getattr(pair[1], "rank", None) is not None]
+        captures = [pair for pair in own if isinstance(pair[1], CaptureError)]
+        named = [pair for pair in captures if getattr(pair[1], "rank", None) is not None]
         return min(named or own or errors, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def locate(self, error: BaseException, rank: int) -> BaseException:
@@ -225,9 +226,11 @@ class Ranks:
             return error.with_rank(rank, self.devices[rank])
         return error
 
-    def describe(self) -> str:
-        """What every rank was doing, in words."""
-        return ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(self.statuses))
+    def describe(self, but: int | None = None) -> str:
+        """What every rank, or every one ``but`` one, was doing, in words."""
+        return ", ".join(
+            f"rank {rank}: {status}" for rank, status in enumerate(self.statuses) if rank != but
+        )
 
     def stop(self, timeout_s: float = GRACE_S) -> bool:
         """End all threads; whether every one ended in time."""

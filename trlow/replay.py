@@ -97,6 +97,7 @@ class RankReplay:
                 for event, _ in ends[parity]:
                     synchronize(event)
             if fill is not None and step + 1 < steps:
+                status.stage = "fill of the next step"
                 fill(index, first_step + step + 1, self.slots[(step + 1) % len(self.slots)])
             for item in phases[step % len(phases)]:
                 status.stage = item.name
@@ -169,6 +170,13 @@ def _staged_phase(
             )
         )
     return tuple(launches)
+
+
+def check_steps(steps: int) -> None:
+    """Raise ``UsageError`` for a number of steps that cannot be run."""
+    if type(steps) is not int or steps < 0:
+        message = f"steps must be an int and not negative, got {steps!r}"
+        raise UsageError(message)
 
 
 @dataclass(slots=True)
@@ -245,11 +253,12 @@ class Replay:
         ``fill(rank, step, slot)`` writes the inputs of a step; steps count from ``first_step`` and
         the first always takes phase 0. ``audit`` counts every C call of the loop and fails on one
         that does not belong there. ``progress(step)`` is called on the calling thread at most twice
-        a second. Raises ``RankError``; after it the replay is closed.
+        a second.
+
+        Without ``fill`` a program with inputs runs on what its slots hold. Raises ``RankError``;
+        after it all communicators are new and every replay of the runtime is closed.
         """
-        if steps < 0:
-            message = f"steps must not be negative, got {steps}"
-            raise UsageError(message)
+        check_steps(steps)
         if self._together is None:
             message = f"the replay of {self.program.name!r} is closed; capture the program again"
             raise UsageError(message)

@@ -1,7 +1,8 @@
 """A plan on a team of ranks: programs warmed, captured, replayed, or run eagerly.
 
 This is the top of the foreign tower and the owner of every graph. ``close`` releases in the order
-graphs, communicators, events and streams, arenas; leaving without it is a ``ResourceWarning``.
+graphs, communicators, events and streams, arenas. A runtime that is collected without it is a
+``ResourceWarning``; at interpreter exit the process gives everything back by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trlow.device import Platform
 from trlow.enqueue import enqueue_phase, groups_of
 from trlow.errors import TrlowError, UsageError
 from trlow.range_op import FeedCopy
-from trlow.replay import Replay, load_slot, prepare_rank
+from trlow.replay import RUN_AHEAD, Replay, check_steps, load_slot, prepare_rank
 from trlow.team import Team
 
 if TYPE_CHECKING:
@@ -197,6 +198,12 @@ class Runtime:
         if any(len(found) != 1 for found in copies):
             message = f"every phase of {program.name!r} must copy exactly one slot"
             raise UsageError(message)
+        if len({found[0].slot for found in copies}) < max(len(copies), RUN_AHEAD):
+            message = (
+                f"{program.name!r} must alternate between slots A and B: with one slot the host "
+                "would write the next inputs over those of a step that has not run yet"
+            )
+            raise UsageError(message)
         ordered = [copies[-1][0], *(found[0] for found in copies[:-1])]
         return self._team.together(
             lambda rank: tuple(
@@ -217,17 +224,18 @@ class Runtime:
         """Run ``program`` without graphs, one drained step after another.
 
         The reference that a replay is compared with; nothing but the steps shows in the arenas.
-        Raises ``RankError``.
+        Raises ``RankError``; after it every replay of the runtime is closed.
         """
+        check_steps(steps)
         self._prepare(program, keep_all=True)
         slots = self._slots(program, variant)
         team = self._team
         for step in range(steps):
             if fill is not None:
                 team.together(partial(_fill_eagerly, slots, fill, step, steps))
-            phase = step % len(program.phases)
-            rendezvous = team.rendezvous(groups_of(program.phases[phase], self.world_size))
-            team.together(partial(_step_eagerly, program, phase, rendezvous), rendezvous=rendezvous)
+            stages = program.phases[step % len(program.phases)]
+            rendezvous = team.rendezvous(groups_of(stages, self.world_size))
+            team.together(partial(_step_eagerly, program, step, rendezvous), rendezvous=rendezvous)
 
     # -- for what is built on a runtime
 
@@ -240,7 +248,12 @@ class Runtime:
         return self._team.together(function, abort=False)
 
     def release(self, replay: Replay) -> None:
-        """Close a replay. The graphs of a fused one are destroyed; staged ones are shared."""
+        """Close a replay. The graphs of a fused one are destroyed; staged ones are shared.
+
+        A second call does nothing.
+        """
+        if replay not in self._replays:
+            return
         self._replays.remove(replay)
         replay.detach()
         owned = [graphs for graphs in self._fused if graphs[0] is replay.first_graphs]
@@ -261,8 +274,6 @@ class Runtime:
         ]:
             graphs.close(rank)
         capturing.release_children(rank)
-        if rank.watch is not None:
-            rank.watch.forget()
 
     def close(self) -> None:
         """Give everything back, in order. A second call does nothing; a first error is raised."""
@@ -289,14 +300,16 @@ def _fill_eagerly(
 ) -> None:
     """As the loop does: before the first step its own inputs, before each the following ones."""
     mine = slots[rank.index]
+    rank.status.step, rank.status.stage = step, "fill of the next step"
     if step == 0:
         load_slot(rank, mine[0], fill, 0)
     if step + 1 < steps:
         fill(rank.index, step + 1, mine[(step + 1) % len(mine)])
 
 
-def _step_eagerly(program: Program, phase: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
-    enqueue_phase(rank, program, phase, rendezvous)
+def _step_eagerly(program: Program, step: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
+    rank.status.step = step
+    enqueue_phase(rank, program, step % len(program.phases), rendezvous)
     rank.streams.synchronize()
 
 

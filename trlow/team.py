@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trlow.closing import Closing
 from trlow.communicator import Communicators
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
@@ -23,6 +24,7 @@ from trlow.incident import rank_error
 from trlow.joint import JointRun
 from trlow.opening import Opening
 from trlow.ranks import GRACE_S, PeerFailedError, Ranks
+from trlow.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,18 +71,27 @@ class Team:
         self._stacks = [ExitStack() for _ in devices]
         self._dead: str | None = None
         self._closed = False
+        self._turn = Turn([ident for _, ident in self.ranks.threads])
+        self._closing = Closing(
+            self.ranks, (self._release_graphs, self._release_communicators, self._release_ranks)
+        )
         self._running: JointRun | None = None
         self._leaving = False
         _living.add(self)
 
     def open(self) -> None:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
-        self.connect()
+        self._connect()
         self.members = self._run(self._open_rank)
         self._register()
 
     def connect(self) -> None:
         """Make communicators if there are several ranks and none yet. On the coordinator."""
+        with self._turn:
+            self.check_usable()
+            self._connect()
+
+    def _connect(self) -> None:
         if len(self.ranks) == 1 or self._communicators is not None:
             return
         job = self.ranks.coordinator.submit(
@@ -120,10 +131,11 @@ class Team:
         """Run ``function`` on a rank's thread and wait for it in Python."""
         if worker.is_current:
             return function()
-        self.check_usable()
-        job = worker.submit(function)
-        self._finish([job])
-        return job.result
+        with self._turn:
+            self.check_usable()
+            job = worker.submit(function)
+            self._finish([job])
+            return job.result
 
     def _run(self, function: Callable[[int], Any]) -> list[Any]:
         """``function(rank)`` on every rank's thread; no collective involved."""
@@ -166,7 +178,18 @@ class Team:
         ``abort`` all communicators are aborted and all graphs destroyed, without it only when ranks
         do not come back by themselves.
         """
-        self.check_usable()
+        with self._turn:
+            self.check_usable()
+            return self._joint(function, rendezvous, abort, launches, progress)
+
+    def _joint(
+        self,
+        function: Callable[[Rank], Any],
+        rendezvous: Rendezvous | None,
+        abort: bool,
+        launches: bool,
+        progress: Callable[[int], None] | None,
+    ) -> list[Any]:
         members, statuses = self.members, self.ranks.statuses
         for status in statuses:
             status.clear()
@@ -193,10 +216,8 @@ class Team:
             if self._leaving:
                 threading.Event().wait()  # a daemon at interpreter exit: nobody hears its error
         if error is not None:
-            if isinstance(error, RankError):
-                error.report = run.report
             self._recover(jobs)
-            raise error
+            raise run.explained(error)
         return [job.result for job in jobs[: len(members)]]
 
     def leave(self) -> None:
@@ -221,23 +242,30 @@ class Team:
     ) -> Any:
         """Run on one rank; with a gate, declared as issuing and not before all ranks are."""
         if gate is None:
-            return self._guarded(member, function, rendezvous)
+            return self._guarded(member, function, rendezvous, TrlowError)
         with self.platform.issuing():
             gate.wait()
-            return self._guarded(member, function, rendezvous)
+            return self._guarded(member, function, rendezvous, RankError)
 
     def _guarded(
-        self, member: Rank, function: Callable[[Rank], Any], rendezvous: Rendezvous | None
+        self,
+        member: Rank,
+        function: Callable[[Rank], Any],
+        rendezvous: Rendezvous | None,
+        known: type[TrlowError],
     ) -> Any:
-        """Run on one rank; a failure is told to the peers and says rank, step and stage."""
+        """Run on one rank; a failure is told to the peers and says rank, step and stage.
+
+        Errors of the ``known`` kind speak for themselves. In a loop of steps that is ``RankError``
+        alone: whatever a fill raises is told with the step.
+        """
         try:
             return function(member)
         except BaseException as error:
             member.status.failed_at = time.monotonic()
             if rendezvous is not None:
                 rendezvous.stop()
-            known = isinstance(error, (PeerFailedError, TrlowError))
-            if known and not isinstance(error, ForeignError):
+            if isinstance(error, (PeerFailedError, known)) and not isinstance(error, ForeignError):
                 raise
             raise rank_error(self.ranks, member, error, self._communicators) from error
 
@@ -270,7 +298,7 @@ class Team:
     def check_usable(self) -> None:
         """Raise ``UsageError`` when closed or in a forked child, ``RankError`` when dead."""
         check_process()
-        if self._closed:
+        if self._closed or self._closing.begun:
             message = "the runtime is closed; make a new one"
             raise UsageError(message)
         if self._dead is not None:
@@ -280,33 +308,35 @@ class Team:
     def close(self) -> None:
         """Graphs, windows, communicators, events and streams, arenas, threads. First error raised.
 
-        Of a dead team nothing is released: a thread may still hang in C inside what would go. Nor
-        in a forked child: it is the parent's.
+        A run of another thread is stopped first. Of a dead team nothing is released: a thread may
+        still hang in C inside what would go. Nor in a forked child: it is the parent's.
         """
         if self._closed or self.dead or forked():
             self._closed = True
             return
-        self._closed = True
-        errors: list[BaseException] = []
-        if self.members:
-            self._release(
-                self.ranks.submit(lambda rank: self._destroy_graphs(self.members[rank])), errors
-            )
-        if self._communicators is not None:
-            close = self._communicators.close
-            self._release([self.ranks.coordinator.submit(close)], errors)
-        self._release(self.ranks.submit(lambda rank: self._stacks[rank].close()), errors)
-        if not self.ranks.stop():
-            errors.append(TrlowError("a rank's thread did not end"))
-        if errors:
-            raise errors[0]
+        self._turn.check()
+        run = self._running
+        if run is not None:
+            run.stop()
+        with self._turn:
+            try:
+                self._closing.run()
+            except Exception:
+                self._closed = True
+                raise
+            self._closed = True
 
-    def _release(self, jobs: Sequence[Job], errors: list[BaseException]) -> None:
-        """Wait for releasing jobs and collect what they raised; one failure stops no other."""
-        if not self.ranks.settle(jobs):
-            message = f"a release did not return within {GRACE_S:g} s"
-            errors.append(RankError(message, rank=None, step=None, stage="close"))
-        errors.extend(job.error for job in jobs if job.error is not None)
+    def _release_graphs(self) -> list[Job]:
+        if not self.members:
+            return []
+        return self.ranks.submit(lambda rank: self._destroy_graphs(self.members[rank]))
+
+    def _release_communicators(self) -> list[Job]:
+        communicators = self._communicators
+        return [] if communicators is None else [self.ranks.coordinator.submit(communicators.close)]
+
+    def _release_ranks(self) -> list[Job]:
+        return self.ranks.submit(lambda rank: self._stacks[rank].close())
 
 
 @atexit.register

@@ -46,7 +46,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("marks",),
     ("enqueue",),
     ("capture", "warmup", "incident"),
-    ("replay", "opening", "joint"),
+    ("replay", "opening", "joint", "turn", "closing"),
     ("team",),
     ("runtime",),
     # above both

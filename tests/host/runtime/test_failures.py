@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import trlow
+from trlow import range_op
 from trlow.device import Platform
-from trlow.errors import CaptureError, RankError, TrlowError
+from trlow.errors import CaptureError, RankError, TrlowError, UsageError
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -228,3 +229,103 @@ def test_a_capture_that_another_thread_spoils_names_the_rank_whose_device_it_use
         runtime.capture(program)
     assert caught.value.rank == 2
     assert works(runtime, small)
+
+
+@pytest.mark.parametrize("what", ["close", "run", "capture", "together"])
+def test_a_call_that_would_wait_for_itself_is_refused_with_the_step(runtime, small, what):
+    replay = runtime.capture(small.feed_program())
+    calls = {
+        "close": runtime.close,
+        "run": lambda: replay.run(1),
+        "capture": lambda: runtime.capture(small.mean_program()),
+        "together": lambda: runtime.together(lambda rank: rank.index),
+    }
+
+    def fill(rank, step, slot):
+        if (rank, step) == (0, 3):
+            calls[what]()
+
+    with pytest.raises(RankError, match="cannot wait for itself") as caught:
+        replay.run(6, fill)
+    assert (caught.value.rank, caught.value.step) == (0, 2)
+    assert works(runtime, small)
+
+
+def test_close_stops_a_run_of_another_thread(settings, small):
+    runtime = trlow.Runtime(settings, small.plan)
+    replay = runtime.capture(small.feed_program())
+    errors = []
+
+    def run():
+        try:
+            replay.run(1_000_000_000, lambda rank, step, slot: None)
+        except RankError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.3)
+    runtime.close()
+    thread.join(10)
+    assert len(errors) == 1
+    assert "stopped by close()" in errors[0]
+
+
+def test_two_threads_take_turns_on_one_runtime(runtime, small):
+    replays = [runtime.capture(small.mean_program()), runtime.capture(small.feed_program())]
+    errors = []
+
+    def work(number):
+        try:
+            for _ in range(30):
+                replays[number].run(2)
+                runtime.arenas[number].copy_out("early")
+        except TrlowError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors
+
+
+def test_a_rank_that_is_late_for_a_collective_is_said_so(small):
+    settings = trlow.Settings(device="host", gpus="0-3", host_devices=4, deadline_s=0.5)
+    calls = []
+
+    def callback(rank, stream):
+        calls.append(rank)
+        if rank == 1 and calls.count(1) == 2:
+            time.sleep(1.5)
+
+    with trlow.Runtime(settings, small.plan) as runtime:
+        with pytest.raises(TrlowError, match=r"within 0\.5 s|no progress for 0\.5 s"):
+            runtime.capture(callback_program(small, callback))
+        assert works(runtime, small)
+
+
+def test_a_program_with_one_slot_is_refused(runtime, small):
+    copy = range_op.feed_copy("A", small.plan.span("I_A_DATA"))
+    program = trlow.Program.single("one", (trlow.Stage("XFER", trlow.Stream.TRANS, (copy,)),))
+    with pytest.raises(TrlowError, match="alternate between slots"):
+        runtime.capture(program)
+
+
+def test_what_is_released_makes_room_for_more(runtime, small):
+    for _ in range(40):
+        replay = runtime.capture(small.mean_program())
+        runtime.release(replay)
+        runtime.release(replay)
+    assert all(len(member.watch._free) == 4096 for member in runtime._team.members)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, "3", None])
+def test_a_number_of_steps_that_is_none_is_refused(runtime, small, steps):
+    replay = runtime.capture(small.mean_program())
+    with pytest.raises(UsageError, match="steps"):
+        replay.run(steps)
+    with pytest.raises(UsageError, match="steps"):
+        runtime.eager(small.mean_program(), steps)
+    replay.run(1)
