@@ -60,6 +60,7 @@ class Communicators:
         self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
         self._windows: dict[int, int] = {}  # rank -> ncclWindow_t
         self._aborts: list[threading.Thread] = []
+        self._abort_lock = threading.Lock()
         self._abort_errors: list[TrlowError] = []
 
     def group(self, calls: Iterable[Call]) -> None:
@@ -168,22 +169,29 @@ class Communicators:
     @property
     def aborting(self) -> bool:
         """Whether ``start_abort`` was called; nothing else may be done with them then."""
-        return bool(self._aborts)
+        with self._abort_lock:
+            return bool(self._aborts)
 
     def start_abort(self) -> None:
-        """Abort every rank on helper threads at once, so that spinning kernels exit. No wait."""
-        if self._aborts or not self.handles:
-            return
-        self._reductions.clear()  # both go with their communicators
-        self._windows.clear()
-        handles, self.handles = self.handles, []
-        for rank, handle in enumerate(handles):
-            thread = threading.Thread(
-                target=self._abort, args=(handle,), name=f"trlow-abort-{rank}", daemon=True
-            )
-            self._aborts.append(thread)
-        for thread in self._aborts:
-            thread.start()
+        """Abort every rank on helper threads at once, so that spinning kernels exit. No wait.
+
+        The thread that waits for a run and one that closes the runtime may both call it.
+        """
+        with self._abort_lock:
+            if self._aborts or not self.handles:
+                return
+            self._reductions.clear()  # both go with their communicators
+            self._windows.clear()
+            handles, self.handles = self.handles, []
+            threads = [
+                threading.Thread(
+                    target=self._abort, args=(handle,), name=f"trlow-abort-{rank}", daemon=True
+                )
+                for rank, handle in enumerate(handles)
+            ]
+            for thread in threads:
+                thread.start()
+            self._aborts = threads
 
     def _abort(self, handle: int) -> None:
         try:
@@ -197,9 +205,11 @@ class Communicators:
         Returns what went wrong, or None.
         """
         deadline = time.monotonic() + timeout_s
-        for thread in self._aborts:
+        with self._abort_lock:
+            threads = list(self._aborts)
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        late = [thread.name for thread in self._aborts if thread.is_alive()]
+        late = [thread.name for thread in threads if thread.is_alive()]
         if late:
             return TrlowError(f"ncclCommAbort did not return within {timeout_s:g} s: {late}")
         return self._abort_errors[0] if self._abort_errors else None

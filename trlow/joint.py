@@ -33,6 +33,7 @@ class JointRun:
     abort: bool  # at once, or only where ranks do not come back by themselves
     progress: Callable[[int], None] | None
     report: str = ""  # where everybody stood when it was stopped
+    stopped_by: str = ""  # what stopped it from outside, if anything did
     _drawn_at: float = field(default_factory=time.monotonic)
 
     def stop(self) -> None:
@@ -48,8 +49,13 @@ class JointRun:
 
     def explained(self, error: BaseException) -> BaseException:
         """``error`` with what was gathered; an error of its own for a run that was told to stop."""
-        if isinstance(error, PeerFailedError):
-            error = RankError("the run was stopped by close()", rank=None, step=None, stage=None)
+        if self.stopped_by or isinstance(error, PeerFailedError):
+            reason = self.stopped_by or "a peer"
+            stopped = RankError(
+                f"the run was stopped by {reason}", rank=None, step=None, stage=None
+            )
+            stopped.__cause__ = error
+            error = stopped
         if isinstance(error, RankError):
             error.report = self.report
         return error

@@ -317,6 +317,7 @@ class Team:
         self._turn.check()
         run = self._running
         if run is not None:
+            run.stopped_by = "close()"
             run.stop()
         with self._turn:
             try:
