@@ -160,8 +160,9 @@ def _all_reduce(op: RangeOp, states: Sequence[Bytes]) -> bool:
     scaled = any(isinstance(action, Launch) for action in rest)
     done = True
     for r in op.writes:
-        done &= _premultiply(r, how, states)
-        done &= _sum(r, how, states)
+        if len(states) > 1:  # a single rank has no collectives, and multiplies by nothing in one
+            done &= _premultiply(r, how, states)
+            done &= _sum(r, how, states)
         for state in states if scaled else ():
             done &= store(state, r, load(state, r) * load(state, op.reads[-1]))
     return done
