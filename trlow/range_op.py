@@ -65,7 +65,7 @@ def clear(r: Range) -> RangeOp:
 
 
 def copy(dst: Range, src: Range) -> RangeOp:
-    """Dst = src, byte for byte; dtypes and sizes agree."""
+    """Set dst = src, byte for byte; dtypes and sizes agree."""
     check_copy("copy", dst, src)
     if not dst.nbytes:
         return _nothing("copy")
@@ -73,7 +73,7 @@ def copy(dst: Range, src: Range) -> RangeOp:
 
 
 def copy_unless(dst: Range, src: Range, skip: Range) -> RangeOp:
-    """Dst = src, unless the int32 `skip` is not 0: then dst keeps its bytes."""
+    """Set dst = src, unless the int32 `skip` is not 0: then dst keeps its bytes."""
     check_copy("copy_unless", dst, src)
     check_scalars("copy_unless", (dst,), (skip, I32, "skip"))
     if not dst.nbytes:
@@ -83,10 +83,10 @@ def copy_unless(dst: Range, src: Range, skip: Range) -> RangeOp:
 
 
 def cast(dst: Range, src: Range) -> RangeOp:
-    """Dst = src rounded to nearest even; float32 to or from float16 or bfloat16, equal counts.
+    """Set dst = src, rounded to nearest even; float32 to or from float16 or bfloat16.
 
-    Slots are aligned in bytes, so over several slots the counts of two dtypes differ unless pads
-    happen to agree: cast tensor by tensor.
+    The counts are equal. Slots are aligned in bytes, so over several slots the counts of two dtypes
+    differ unless pads happen to agree: cast tensor by tensor.
     """
     pair = {src.dtype, dst.dtype}
     if F32 not in pair or len(pair) != 2 or not pair <= SHORT.keys():
@@ -102,21 +102,21 @@ def cast(dst: Range, src: Range) -> RangeOp:
 
 
 def scale(r: Range, factor: Range) -> RangeOp:
-    """R *= factor, a float32 scalar; r is float32, float16 or bfloat16."""
+    """Set r *= factor, a float32 scalar; r is float32, float16 or bfloat16."""
     check_scalars("scale", (r,), (factor, F32, "factor"))
     launches = _scale_launches("scale", (r,), factor)
     return RangeOp("scale", (r, factor), (r,), launches) if launches else _nothing("scale")
 
 
 def sum_all_reduce(*ranges: Range) -> RangeOp:
-    """Each range = its sum over ranks; all of them in one group."""
+    """Set each range to its sum over ranks; all of them in one group."""
     return _all_reduce("sum_all_reduce", ranges)
 
 
 def mean_all_reduce(
     *ranges: Range, factor: Range | None = None, strategy: str = "sum_then_scale"
 ) -> RangeOp:
-    """Each range = its mean over ranks; all of them in one group. `strategy` says how.
+    """Set each range to its mean over ranks; all of them in one group. `strategy` says how.
 
     "sum_then_scale": the sum over ranks in the dtype, then a kernel that multiplies by the float32
     `factor` (1 / world size) in float32 and rounds once. A float16 sum may overflow before it is
@@ -165,7 +165,7 @@ def bn_stats_all_reduce(*ranges: Range, factor: Range) -> RangeOp:
 
 
 def broadcast(*ranges: Range, root: int = 0) -> RangeOp:
-    """Each range = its bytes on rank `root`; all of them in one group."""
+    """Set each range to its bytes on rank `root`; all of them in one group."""
     if type(root) is not int or root < 0:
         raise PlanError(f"broadcast from rank {root!r}: the root must be an int, at least 0")
     filled = filled_of("broadcast", ranges)
@@ -187,7 +187,7 @@ def nan_check(flag: Range, *ranges: Range) -> RangeOp:
 
 
 def accumulate_metrics(total: Range, metrics: Range, factor: Range, skip: Range) -> RangeOp:
-    """Total += metrics * factor, unless the int32 `skip` is not 0; float32 throughout."""
+    """Set total += metrics * factor, unless the int32 `skip` is not 0; float32 throughout."""
     kind = "accumulate_metrics"
     for r in (total, metrics):
         check_dtype(kind, r, F32)
@@ -268,7 +268,7 @@ def bn_inference(
 
 
 def feed_copy(slot: str, span: Range) -> RangeOp:
-    """Span = pinned input slot "A" or "B"; always the whole slot."""
+    """Set span = pinned input slot "A" or "B"; always the whole slot."""
     if slot not in {"A", "B"}:
         raise PlanError(f"feed copy to {span}: slot {slot!r} is unknown; it is 'A' or 'B'")
     if not span.nbytes:

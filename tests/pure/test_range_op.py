@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -291,6 +293,14 @@ def test_sizes_beyond_32_bits_arrive_whole(count):
     if count:
         assert clear(r).actions == (Launch("clear", (r, 4 * count), -(-count // 4)),)
         assert scale(r, FACTOR).actions[0].args[-1] == count
+
+
+def test_docstrings_spell_arguments_as_they_are_written():
+    for name in range_op.__all__:
+        made = getattr(range_op, name)
+        if inspect.isfunction(made):
+            first = inspect.getdoc(made).split()[0]
+            assert first.lower() not in inspect.signature(made).parameters, name
 
 
 def test_all_names_what_the_module_makes():
