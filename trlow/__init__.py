@@ -19,7 +19,7 @@ from trlow.dtype import BF16, F16, F32, I32, U8, DType
 from trlow.errors import TrlowError
 from trlow.plan import MemoryPlan, PlanBuilder, Range
 from trlow.program import External, Program, Stage, Stream
-from trlow.region import CNN_TABLE, READINESS_TABLE, BucketSpec, Region, RegionTable
+from trlow.region import CNN_TABLE, READINESS_TABLE, BucketSpec, Region, RegionTable, bucket_table
 from trlow.replay import Replay
 from trlow.runtime import Runtime
 from trlow.settings import Settings
@@ -50,5 +50,6 @@ __all__ = [
     "Stream",
     "TrlowError",
     "__version__",
+    "bucket_table",
     "range_op",
 ]
