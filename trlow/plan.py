@@ -70,7 +70,10 @@ class PlanBuilder:
         dimension that is not a positive int, and after `build`.
         """
         if self._built:
-            raise PlanError(f"{name!r}: allocation after finalize; add every tensor before build()")
+            raise PlanError(
+                f"{name!r}: allocation after finalize: this builder has built its plan and takes "
+                "no more; add every tensor before build(), or use a new builder"
+            )
         if region not in self._entries:
             self._table.index(region)
         if name in self._entries or not name or not isinstance(name, str):
@@ -213,7 +216,10 @@ class MemoryPlan(Layout):
 
     @classmethod
     def from_json(cls, text: str) -> MemoryPlan:
-        """Plan again what the text describes. Raises PlanError if it is not what was written."""
+        """Plan again what `to_json` wrote. Raises PlanError if the text is not that.
+
+        What `trlow plan --json` prints is a report, and no such text.
+        """
         read = parse(text)
         builder = PlanBuilder(
             read.table, alignment=read.alignment, arena_alignment=read.arena_alignment
@@ -235,7 +241,10 @@ class MemoryPlan(Layout):
         return "\n".join(differences(self, other))
 
     def describe(self) -> str:
-        """Return a table of the regions: offset, bytes in slots, slots, pad; and the sums."""
+        """Return a table of the regions and a row of sums: offset, bytes, slots, pad behind them.
+
+        In every row offset + bytes + pad is the offset of the next.
+        """
         return describe(self)
 
     @cached_property

@@ -16,9 +16,23 @@ from trlow.errors import PlanError
 from trlow.layout import Layout
 from trlow.region import BucketSpec, Region, RegionTable
 
-__all__ = ["FORMAT", "Document", "describe", "differences", "document", "fingerprint", "parse"]
+__all__ = [
+    "COLUMNS",
+    "FORMAT",
+    "Document",
+    "describe",
+    "differences",
+    "document",
+    "fingerprint",
+    "parse",
+    "rows",
+    "short",
+]
 
 FORMAT = 1  # version of the JSON document; a reader refuses any other
+COLUMNS = ("region", "dtype", "offset", "bytes", "slots", "pad")  # of the table for people
+
+_REPORT = {"traffic_nbytes_per_rank", "ranges"}  # keys of `trlow plan --json` alone
 
 
 class Document(NamedTuple):
@@ -90,6 +104,11 @@ def parse(text: str) -> Document:
         raw = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"this is no plan in JSON: {error}") from error
+    if isinstance(raw, dict) and "trlow_plan" not in raw and raw.keys() >= _REPORT:
+        raise PlanError(
+            "this is the report that `trlow plan --json` prints, from which no plan can be made "
+            "again; give the document that MemoryPlan.to_json() returns"
+        )
     if not isinstance(raw, dict) or raw.get("trlow_plan") != FORMAT:
         found = raw.get("trlow_plan", "no version") if isinstance(raw, dict) else type(raw).__name__
         raise PlanError(
@@ -135,37 +154,42 @@ def _tensor(item: object) -> tuple[str, str, list[int], dict[str, list[int]]]:
 
 def _field(item: object, key: str, kind: type | tuple[type, ...]) -> Any:
     if not isinstance(item, dict) or key not in item:
-        raise PlanError(f"plan document: {key!r} is missing in {_short(item)}")
+        raise PlanError(f"plan document: {key!r} is missing in {short(item)}")
     value = item[key]
     if not isinstance(value, kind):
         raise PlanError(
-            f"plan document: {key!r} has the value {_short(value)}, which is of the wrong type"
+            f"plan document: {key!r} has the value {short(value)}, which is of the wrong type"
         )
     return value
 
 
-def _short(value: object, limit: int = 60) -> str:
+def short(value: object, limit: int = 60) -> str:
+    """Return the start of a value's repr, for a message."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def describe(layout: Layout) -> str:
-    """Return a table of the regions: bytes are the sum of the slots, pad is all alignment."""
-    extents = list(layout.extents.items())
-    starts = [extent.start for _, extent in extents[1:]] + [layout.arena_nbytes]
-    rows: list[tuple[str, ...]] = [("region", "dtype", "offset", "bytes", "slots", "pad")]
-    total = 0
-    for (name, extent), following in zip(extents, starts, strict=True):
-        slots = layout.tensors[extent.first : extent.first + extent.slots]
-        nbytes = sum(tensor.slot_nbytes for tensor in slots)
-        total += nbytes
-        pad = following - extent.start - nbytes
+def rows(layout: Layout, *, empty: bool = True) -> list[tuple[str, str, int, int, int, int]]:
+    """Return the table of the regions, without empty ones if asked; the last row has the sums.
+
+    The bytes of a region run from its offset to the end of its last slot, pads inside included;
+    its pad is what lies behind, up to the next row's offset.
+    """
+    found: list[tuple[str, str, int, int, int, int]] = []
+    places = [(name, one) for name, one in layout.extents.items() if empty or one.slots]
+    ends = [extent.start for _, extent in places] + [layout.arena_nbytes]
+    for (name, (start, end, _, slots)), following in zip(places, ends[1:], strict=True):
         dtype = layout.table[name].dtype.name
-        rows.append((name, dtype, *map(str, (extent.start, nbytes, extent.slots, pad))))
-    sums = (layout.arena_nbytes, total, len(layout.tensors), layout.arena_nbytes - total)
-    rows.append(("arena", "", *map(str, sums)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(_row(row, widths) for row in rows)
+        found.append((name, dtype, start, end - start, slots, following - end))
+    nbytes, pad = sum(row[3] for row in found), sum(row[5] for row in found)
+    return [*found, ("arena", "", layout.arena_nbytes, nbytes, len(layout.tensors), pad)]
+
+
+def describe(layout: Layout) -> str:
+    """Return `rows` of every region as text."""
+    cells = [COLUMNS, *(tuple(map(str, row)) for row in rows(layout))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    return "\n".join(_row(row, widths) for row in cells)
 
 
 def _row(row: tuple[str, ...], widths: list[int]) -> str:

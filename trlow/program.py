@@ -13,14 +13,34 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from trlow.errors import PlanError
 from trlow.order import Access, Order
 from trlow.plan import Range
+from trlow.plan_text import short
 from trlow.range_op import Action, Collective, FeedCopy, RangeOp
 
 __all__ = ["Edge", "External", "Program", "Stage", "Stream"]
+
+T = TypeVar("T")
+
+
+def _members(where: str, given: object, kind: type[T]) -> tuple[T, ...]:
+    """Return an iterable of one type as a tuple. A str is no iterable here."""
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise PlanError(
+            f"{where} must be a tuple of {kind.__name__}, but is {short(given)}; write (x,) for a "
+            "single one"
+        )
+    found = tuple(given)
+    for one in found:
+        if not isinstance(one, kind):
+            raise PlanError(
+                f"{where} must be a tuple of {kind.__name__}, but holds {short(one)}; put nothing "
+                "else there"
+            )
+    return found
 
 
 class Stream(enum.Enum):
@@ -37,10 +57,25 @@ class Stream(enum.Enum):
 class External:
     """Work that somebody else enqueues. Two of them are equal only if they are one object.
 
-    `kind` "callback": `body(rank, stream)` enqueues on a stream handle and returns nothing.
+    `kind` "callback": `body(rank, stream)` enqueues on a stream and returns nothing.
     `kind` "graph": `body` has a cudaGraph_t, as an int, for each rank; it becomes a child graph.
     What it reads and writes has to be declared like that of any op; `resources` name what it
     touches beside the arena.
+
+    A callback gets the rank's index and the stream, a cudaStream_t as an int, and runs on the
+    rank's own thread, so it is called for several ranks at the same time. It is called for each of
+    its stages
+
+    - once in the warm-up, before a runtime first captures the program or runs it eagerly. There the
+      work really runs. Of what it declares as written, persistent bytes are put back, and before an
+      eager run all of it; what it writes elsewhere stays.
+    - once in each capture, which records its work; a staged capture records equal stages once.
+    - never in a replayed step, and in an eager step each time.
+
+    `runtime.arenas[rank].address(name)` is the address of a tensor, region or range. A program is
+    often made before its runtime: the callback may close over a variable that is assigned
+    afterwards. No callback may end a capture, synchronise (with a stream, an event or the device),
+    or allocate or free device memory: what it needs is made before.
     """
 
     kind: str
@@ -50,7 +85,10 @@ class External:
     resources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a body that does not fit the kind."""
+        """Accept any iterable of ranges and of names; refuse a body that does not fit the kind."""
+        for which, kind in (("reads", Range), ("writes", Range), ("resources", str)):
+            given = getattr(self, which)
+            object.__setattr__(self, which, _members(f"external: {which}", given, kind))
         if self.kind == "callback":
             fits = callable(self.body)
         elif self.kind == "graph":
@@ -73,9 +111,21 @@ class Stage:
     resources: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Accept any iterable of ops and resources."""
-        object.__setattr__(self, "ops", tuple(self.ops))
-        object.__setattr__(self, "resources", frozenset(self.resources))
+        """Accept any iterable of ops and resources. Raises PlanError for wrong types."""
+        where = f"stage {self.name!r}"
+        if not isinstance(self.stream, Stream):
+            raise PlanError(
+                f"{where}: stream {short(self.stream)} is no Stream; give one of "
+                f"{', '.join(map(str, Stream))}"
+            )
+        if self.external is not None and not isinstance(self.external, External):
+            raise PlanError(
+                f"{where}: external {short(self.external)} is no External; give "
+                "External(kind, reads, writes, body)"
+            )
+        object.__setattr__(self, "ops", _members(f"{where}: ops", self.ops, RangeOp))
+        names = _members(f"{where}: resources", self.resources, str)
+        object.__setattr__(self, "resources", frozenset(names))
 
     def __repr__(self) -> str:
         reads, writes = (", ".join(map(str, ranges)) for ranges in (self.reads, self.writes))
@@ -151,9 +201,18 @@ class Program:
     phases: tuple[tuple[Stage, ...], ...]
 
     def __post_init__(self) -> None:
-        """Drop what does nothing. Raises PlanError for no phase, or a name twice in one."""
+        """Drop what does nothing.
+
+        Raises PlanError for no phase, a name twice in one, and what is no phase or no stage.
+        """
+        if not isinstance(self.phases, Iterable):
+            raise PlanError(
+                f"program {self.name!r}: phases must be a tuple with a tuple of stages for each "
+                f"phase, but is {short(self.phases)}; for one phase use Program.single"
+            )
+        phases = (self._phase(self.name, k, phase) for k, phase in enumerate(self.phases))
         kept = tuple(
-            tuple(s for s in phase if s.actions or s.external is not None) for phase in self.phases
+            tuple(s for s in phase if s.actions or s.external is not None) for phase in phases
         )
         if not kept:
             raise PlanError(f"program {self.name!r} has no phase; give it at least one")
@@ -170,12 +229,12 @@ class Program:
     @classmethod
     def single(cls, name: str, stages: Iterable[Stage]) -> Program:
         """Return a program whose steps are all alike."""
-        return cls(name, (tuple(stages),))
+        return cls(name, (cls._phase(name, 0, stages),))
 
     @classmethod
     def alternating(cls, name: str, a: Iterable[Stage], b: Iterable[Stage]) -> Program:
         """Return a program whose even steps run `a` and odd steps run `b`."""
-        return cls(name, (tuple(a), tuple(b)))
+        return cls(name, (cls._phase(name, 0, a), cls._phase(name, 1, b)))
 
     def hazards(self) -> tuple[Edge, ...]:
         """Return every conflicting pair of two consecutive steps, those of one stream too."""
@@ -199,6 +258,10 @@ class Program:
         groups = (group for stage in self.phases[phase] for group in stage.groups())
         found = (tuple(a for a in group if isinstance(a, Collective)) for group in groups)
         return tuple(group for group in found if group)
+
+    @staticmethod
+    def _phase(name: str, number: int, stages: Iterable[Stage]) -> tuple[Stage, ...]:
+        return _members(f"program {name!r}, phase {number}", stages, Stage)
 
     @cached_property
     def _order(self) -> Order:

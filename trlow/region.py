@@ -46,9 +46,14 @@ class Region:
     parameter: str | None = None
 
     def __post_init__(self) -> None:
-        """Fill in the kind. Raises PlanError for an empty name."""
+        """Fill in the kind. Raises PlanError for an empty name, and a dtype that is no DType."""
         if not self.name:
             raise PlanError(f"a region needs a name; the one that means {self.meaning!r} has none")
+        if not isinstance(self.dtype, DType):
+            raise PlanError(
+                f"region {self.name!r}: dtype {self.dtype!r} is no DType; give a constant of "
+                "trlow.dtype, such as trlow.F32"
+            )
         if not self.kind:
             object.__setattr__(self, "kind", self.name.partition("_")[0])
 

@@ -202,7 +202,7 @@ def test_nothing_is_added_after_build():
     builder = PlanBuilder(SMALL)
     builder.add("W_A", "w.1", (3,))
     builder.build()
-    with pytest.raises(PlanError, match="'late': allocation after finalize"):
+    with pytest.raises(PlanError, match=r"'late': allocation after finalize: .*before build\(\)"):
         builder.add("W_A", "late", (3,))
     with pytest.raises(PlanError, match="has built its plan"):
         builder.build()

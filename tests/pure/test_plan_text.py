@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from trlow.dtype import F16, F32
 from trlow.errors import PlanError
 from trlow.plan import MemoryPlan, PlanBuilder
+from trlow.plan_text import rows
 from trlow.region import CNN_TABLE, BucketSpec, Region, RegionTable
 from trlow.testing import plans
 
@@ -224,8 +226,7 @@ def test_describe_is_a_table_with_sums():
 
 @given(plans())
 def test_describe_adds_up(drawn):
-    rows = [row.split() for row in drawn.describe().splitlines()]
-    regions, total = rows[1:-1], rows[-1]
+    _, *regions, total = [row.split() for row in drawn.describe().splitlines()]
     assert [row[0] for row in regions] == [region.name for region in drawn.table]
     for column, whole in ((-3, total[-3]), (-2, total[-2]), (-1, total[-1])):
         assert sum(int(row[column]) for row in regions) == int(whole)
@@ -233,6 +234,47 @@ def test_describe_adds_up(drawn):
     assert int(total[-2]) == len(drawn.tensors)
 
 
+def numbers(rows: list) -> list[tuple[int, ...]]:
+    """Offset, bytes, slots and pad of each row."""
+    return [tuple(map(int, row[-4:])) for row in rows]
+
+
+@given(plans(), st.booleans())
+def test_offset_bytes_and_pad_of_a_row_give_the_next_offset(drawn, empty):
+    *regions, total = numbers(rows(drawn, empty=empty))
+    for (offset, nbytes, _, pad), following in pairwise([*regions, total]):
+        assert offset + nbytes + pad == following[0]
+    assert [*regions, total][0][0] == 0
+    assert total[0] == total[1] + total[3] == drawn.arena_nbytes
+    kept = [region.name for region in drawn.table if empty or drawn.tensors_in(region.name)]
+    assert [row[0] for row in rows(drawn, empty=empty)] == [*kept, "arena"]
+    for name, (offset, nbytes, slots, _) in zip(kept, regions, strict=True):
+        place = drawn.region_range(name)
+        assert (offset, nbytes) == (place.offset, place.nbytes)
+        assert slots == len(drawn.tensors_in(name))
+
+
+def test_pads_inside_a_region_are_counted_once():
+    builder = PlanBuilder(TABLE)
+    builder.add("W_A", "w.1", (3,))
+    builder.add("W_A", "w.2", (5,))
+    builder.add("G_B", "g", (1,))
+    built = builder.build()
+    assert built.describe().splitlines()[1] == "W_A     float32       0    276      2   236"
+    text = json.loads(built.to_json())
+    assert [row[3] for row in rows(built)[:-1]] == [r["nbytes"] for r in text["regions"]]
+
+
+def test_the_report_of_the_command_line_is_no_document_and_is_named():
+    text = json.loads(plan().to_json())
+    del text["trlow_plan"]
+    with pytest.raises(PlanError, match="format 'no version'"):
+        MemoryPlan.from_json(json.dumps(text))
+    text |= {"traffic_nbytes_per_rank": 0, "ranges": {}}
+    with pytest.raises(PlanError, match=r"report that `trlow plan --json` prints.*to_json\(\)"):
+        MemoryPlan.from_json(json.dumps(text))
+
+
 def test_describe_shows_every_region_of_the_article():
-    rows = PlanBuilder(CNN_TABLE).build().describe().splitlines()
-    assert len(rows) == len(CNN_TABLE) + 2
+    lines = PlanBuilder(CNN_TABLE).build().describe().splitlines()
+    assert len(lines) == len(CNN_TABLE) + 2

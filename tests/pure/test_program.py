@@ -278,6 +278,72 @@ def test_a_program_needs_a_phase():
         Program("p", ())
 
 
+ONE = clear(at(0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("UPDATE",), ["stream 'UPDATE' is no Stream", "Stream.UPDATE"]),
+        ((4,), ["stream 4 is no Stream", "Stream.UPDATE"]),
+        ((UPDATE, ONE), ["ops must be a tuple", "is RangeOp(kind='clear'", "write (x,)"]),
+        ((UPDATE, "ops"), ["ops must be a tuple", "is 'ops'"]),
+        ((UPDATE, (ONE, at(0))), ["ops must be a tuple", "holds Range("]),
+        ((UPDATE, (), print), ["external <built-in function print> is no External"]),
+        ((UPDATE, (), None, "x"), ["resources must be a tuple", "is 'x'", "write (x,)"]),
+        ((UPDATE, (), None, (3,)), ["resources must be a tuple", "holds 3"]),
+    ],
+)
+def test_a_stage_of_wrong_types_is_refused_where_it_is_made(arguments, words):
+    with pytest.raises(PlanError) as caught:
+        Stage("S", *arguments)
+    for word in ("stage 'S'", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "more", "words"),
+    [
+        (at(0), (), (), "reads must be a tuple of Range, but is Range("),
+        ((), ("g",), (), "writes must be a tuple of Range, but holds 'g'"),
+        ((), (), "torch", "resources must be a tuple of str, but is 'torch'"),
+    ],
+)
+def test_external_work_declares_ranges_and_names(reads, writes, more, words):
+    with pytest.raises(PlanError) as caught:
+        External("callback", reads, writes, print, more)
+    assert words in str(caught.value)
+
+
+LONE = stage("LONE", UPDATE)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Program.single("x", LONE),
+            "phase 0 must be a tuple of Stage, but is Stage('LONE'",
+        ),
+        (lambda: Program.alternating("x", [LONE], LONE), "phase 1 must be a tuple of Stage"),
+        (lambda: Program.single("x", (LONE, ONE)), "but holds RangeOp("),
+        (lambda: Program("x", (LONE,)), "phase 0 must be a tuple of Stage, but is Stage('LONE'"),
+        (lambda: Program("x", LONE), "for one phase use Program.single"),
+    ],
+)
+def test_a_program_of_anything_but_stages_is_refused_where_it_is_made(make, words):
+    with pytest.raises(PlanError) as caught:
+        make()
+    assert "program 'x'" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_any_iterable_of_stages_and_ops_will_do():
+    made = Stage("S", UPDATE, (op for op in [ONE]), resources=["x"])
+    assert (made.ops, made.resources) == ((ONE,), {"x"})
+    assert Program.single("p", iter([made])) == Program("p", [[made]])
+
+
 def test_programs_and_stages_are_values():
     stages = [stage("A", UPDATE, writes=[at(0)])]
     assert Program.single("p", stages) == Program.single("p", stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -177,6 +178,14 @@ def test_a_table_that_contradicts_itself_is_refused(regions, buckets, words):
 def test_a_region_without_a_name_is_refused():
     with pytest.raises(PlanError, match="needs a name"):
         region("")
+
+
+@pytest.mark.parametrize("dtype", ["float32", None, np.float32, np.dtype("float32")], ids=str)
+def test_a_dtype_that_is_no_dtype_is_refused_where_the_region_is_made(dtype):
+    with pytest.raises(PlanError) as caught:
+        Region("G_X", dtype, "m")
+    assert f"'G_X': dtype {dtype!r} is no DType" in str(caught.value)
+    assert "trlow.F32" in str(caught.value)
 
 
 @given(tables())
