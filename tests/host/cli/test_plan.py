@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
+
+from trlow.errors import PlanError
+from trlow.plan import MemoryPlan
 
 SVG = "{http://www.w3.org/2000/svg}"
 KEYS = [
@@ -98,16 +102,26 @@ def test_the_table_shows_what_the_json_says(trlow):
     assert str(plan["arena_nbytes"]) in outcome.out
 
 
-def test_bytes_and_pads_of_the_table_fill_the_arena(trlow):
+def test_offset_bytes_and_pad_of_a_row_of_the_table_give_the_next_offset(trlow):
     plan = as_json(trlow)
-    payload = sum(tensor["slot_nbytes"] for tensor in plan["dtensors"])
     names = {region["name"] for region in plan["regions"]}
-    pads = sum(
-        int(line.split()[-1])
-        for line in trlow("plan").out.splitlines()
-        if line.split() and line.split()[0] in names
-    )
-    assert payload + pads == plan["arena_nbytes"]
+    lines = [line.split() for line in trlow("plan").out.splitlines() if line.strip()]
+    regions = [line for line in lines if line[0] in names and len(line) == 6]
+    (total,) = (line for line in lines if line[0] == "arena" and len(line) == 5)
+    table = [tuple(map(int, line[-4:])) for line in (*regions, total)]
+    assert any(slots > 1 for _, _, slots, _ in table)
+    assert table[0][0] == 0
+    for (offset, nbytes, _, pad), following in pairwise(table):
+        assert offset + nbytes + pad == following[0]
+    offset, nbytes, slots, pad = table[-1]
+    assert offset == nbytes + pad == plan["arena_nbytes"]
+    assert nbytes == sum(region["nbytes"] for region in plan["regions"])
+    assert slots == len(plan["dtensors"])
+
+
+def test_the_report_is_not_taken_for_a_plan(trlow):
+    with pytest.raises(PlanError, match="report that `trlow plan --json` prints"):
+        MemoryPlan.from_json(trlow("plan", "--json").out)
 
 
 def test_the_picture_is_to_scale(trlow, tmp_path):
