@@ -14,6 +14,7 @@ from trlow.cli.units import binary
 from trlow.nn.compiler import Compiled, compile_model
 from trlow.nn.models import MODELS
 from trlow.plan import Bucket, MemoryPlan
+from trlow.plan_text import COLUMNS, rows
 from trlow.settings import Settings
 
 
@@ -40,7 +41,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def as_json(plan: MemoryPlan, buckets: tuple[Bucket, ...], world_size: int) -> dict[str, object]:
-    """Return what `--json` prints; offsets and sizes in bytes."""
+    """Return what `--json` prints; offsets and sizes in bytes.
+
+    A report: it has the buckets and the traffic, and nothing to rebuild a plan from, as
+    `MemoryPlan.to_json` has.
+    """
     regions = []
     for region in plan.table.regions:
         place = plan.region_range(region.name)
@@ -106,20 +111,7 @@ def _compile(arguments: argparse.Namespace) -> Compiled:
 
 def _show(console: Console, compiled: Compiled, buckets: tuple[Bucket, ...]) -> None:
     plan = compiled.plan
-    rows = []
-    filled = [
-        (region, place)
-        for region in plan.table.regions
-        if (place := plan.region_range(region.name)).nbytes
-    ]
-    ends = [place.offset for _, place in filled[1:]] + [plan.arena_nbytes]
-    for (region, place), end in zip(filled, ends, strict=True):
-        tensors = plan.tensors_in(region.name)
-        pad = end - place.offset - sum(tensor.slot_nbytes for tensor in tensors)
-        rows.append((region.name, region.dtype.name, place.offset, place.nbytes, len(tensors), pad))
-    console.table(
-        "arena", ("region", "dtype", "offset", "bytes", "slots", "pad"), rows, right="  rrrr"
-    )
+    console.table("arena", COLUMNS, rows(plan, empty=False), right="  rrrr")
     console.table(
         "buckets, in order of readiness",
         ("stage", "first", "last", "offset", "bytes"),
