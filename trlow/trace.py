@@ -9,6 +9,7 @@ offsets between ranks below that mean nothing, durations and overlaps on one ran
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from contextlib import ExitStack, contextmanager
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trlow.enqueue import Rank
-    from trlow.replay import Fill
+    from trlow.replay import Fill, Replay
     from trlow.runtime import Runtime
 
 NS_PER_US = 1000.0
+FEWEST_STEPS = 5  # that are worth timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,22 @@ class Trace:
             for span in self.spans
         ]
         return json.dumps({"traceEvents": events, "otherData": {"program": self.program}})
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """What communication adds to a step: µs as the median, least and most over rounds."""
+
+    us: float
+    low_us: float
+    high_us: float
+    rounds: int
+    steps: int  # of each run
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether the rounds do not even agree on a sign."""
+        return self.low_us <= 0 <= self.high_us
 
 
 def trace(
@@ -175,6 +193,44 @@ def _silent_actions(op: RangeOp) -> Iterator[Any]:
     return (action for action in op.actions if not isinstance(action, Collective))
 
 
+def exposed_comm(
+    runtime: Runtime,
+    program: Program,
+    most_steps: int,
+    fill: Fill | None = None,
+    *,
+    rounds: int = 5,
+    variant: str | None = None,
+    run_s: float = math.inf,
+) -> Exposed:
+    """What communication adds to a fused step, by rounds with and without collectives in turn.
+
+    A run takes about ``run_s`` seconds, but from 5 to ``most_steps`` steps; without ``run_s`` it
+    takes ``most_steps``. Both runs of a round count the start and the end, so that cancels.
+    Persistent memory is put back.
+    """
+    pair = (program, without_communication(program))
+    with preserved(runtime):
+        replays = [runtime.capture(each, "fused", variant=variant) for each in pair]
+        steps = most_steps
+        if run_s < math.inf:
+            few = min(FEWEST_STEPS, most_steps)
+            _run_s(replays[0], few, fill)  # warms caches and clocks
+            step_s = _run_s(replays[0], few, fill) / few
+            steps = max(few, min(most_steps, round(run_s / step_s)))
+        for replay in replays:  # so does this, for both
+            _run_s(replay, steps, fill)
+        differences = []
+        for _ in range(rounds):
+            with_it, without_it = (_run_s(replay, steps, fill) for replay in replays)
+            differences.append((with_it - without_it) / steps * 1e6)
+        for replay in replays:
+            runtime.release(replay)
+    return Exposed(
+        statistics.median(differences), min(differences), max(differences), rounds, steps
+    )
+
+
 def exposed_comm_us(
     runtime: Runtime,
     program: Program,
@@ -184,26 +240,14 @@ def exposed_comm_us(
     rounds: int = 5,
     variant: str | None = None,
 ) -> float:
-    """µs per step that communication adds: median over rounds of the difference, interleaved.
+    """µs that communication adds to a step, measured in runs of ``steps`` steps."""
+    return exposed_comm(runtime, program, steps, fill, rounds=rounds, variant=variant).us
 
-    Each round times ``steps`` fused steps with and without collectives; both count the start and
-    the end of a run, so that cancels. Persistent memory is put back.
-    """
-    pair = (program, without_communication(program))
-    with preserved(runtime):
-        replays = [runtime.capture(each, "fused", variant=variant) for each in pair]
-        differences = []
-        for number in range(rounds + 1):
-            taken = []
-            for replay in replays:
-                begun = time.perf_counter()
-                replay.run(steps, fill)
-                taken.append(time.perf_counter() - begun)
-            if number:  # the first round warms caches and clocks
-                differences.append((taken[0] - taken[1]) / steps * 1e6)
-        for replay in replays:
-            runtime.release(replay)
-    return statistics.median(differences)
+
+def _run_s(replay: Replay, steps: int, fill: Fill | None) -> float:
+    begun = time.perf_counter()
+    replay.run(steps, fill)
+    return time.perf_counter() - begun
 
 
 @contextmanager
@@ -211,8 +255,8 @@ def preserved(runtime: Runtime) -> Iterator[None]:
     """Put everything persistent on every rank back after the body."""
     ranges = runtime.plan.persistent_ranges()
     stacks = [ExitStack() for _ in runtime.devices]
-    runtime.together(lambda rank: stacks[rank.index].enter_context(rank.arena.saved(ranges)))
     try:
+        runtime.together(lambda rank: stacks[rank.index].enter_context(rank.arena.saved(ranges)))
         yield
     finally:
         if not runtime.dead:
@@ -234,7 +278,7 @@ def stamped(
     """
     places = len(_places(program))
     with ExitStack() as stack:
-        stack.callback(runtime.together, _stop_tracing)
+        stack.callback(_stop_all_tracing, runtime)
         tracers = runtime.together(lambda rank: _start_tracing(rank, places, steps))
         replay = runtime.capture(program, "fused", variant=variant)
         stack.callback(runtime.release, replay)
@@ -246,6 +290,11 @@ def _start_tracing(rank: Rank, places: int, rows: int) -> Tracer:
     stream = rank.streams[Stream.UPDATE]
     rank.tracer = Tracer(rank.platform, rank.kernels, stream, places, rows)
     return rank.tracer
+
+
+def _stop_all_tracing(runtime: Runtime) -> None:
+    if not runtime.dead:
+        runtime.together(_stop_tracing)
 
 
 def _stop_tracing(rank: Rank) -> None:
