@@ -16,7 +16,14 @@ from typing import Any
 
 from trlow.errors import SettingsError
 
-__all__ = ["Settings", "parse_gpus", "set_variables", "variables_in_effect"]
+__all__ = [
+    "Settings",
+    "check_variables",
+    "parse_gpus",
+    "set_variables",
+    "unknown_variables",
+    "variables_in_effect",
+]
 
 _DEVICES = ("auto", "host", "cuda")
 _ARENAS = ("plain", "window")
@@ -103,7 +110,15 @@ class Settings:
         number of ranks that is no power of two.
         """
         _check_int("number of devices on this machine", count, 1)
-        chosen = parse_gpus(self.gpus, count=count)
+        chosen = parse_gpus(self.gpus)
+        beyond = max(chosen or (0,))
+        if beyond >= count:
+            more = f", or have the host device show more: host_devices={beyond + 1}"
+            host = "on the host device " if self.device == "host" else ""
+            raise SettingsError(
+                f"gpus {self.gpus!r}: device {beyond} is beyond this machine, which has {count} "
+                f"{host}(0 to {count - 1}); name only those{'' if self.device == 'cuda' else more}"
+            )
         if chosen is None:  # "all" is known once the count is
             chosen = tuple(range(count))
         if len(chosen) & (len(chosen) - 1) and not self.any_world_size:
@@ -163,6 +178,29 @@ def variables_in_effect() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(prefixes) or name == "LD_LIBRARY_PATH"
     }
+
+
+def check_variables() -> None:
+    """Raise SettingsError for a TRLOW_* variable that no setting has: a slip would go unnoticed."""
+    unknown = unknown_variables()
+    if unknown:
+        raise SettingsError(
+            f"{', '.join(unknown)}: no such variable; known are {', '.join(_variables())}"
+        )
+
+
+def unknown_variables() -> list[str]:
+    """Return the names of the TRLOW_* variables that nothing reads; TRLOW_TEST_* is the tests'."""
+    known = _variables()
+    return [
+        name
+        for name in variables_in_effect()
+        if name.startswith("TRLOW_") and name not in known and not name.startswith("TRLOW_TEST_")
+    ]
+
+
+def _variables() -> list[str]:
+    return [f"TRLOW_{field.name.upper()}" for field in fields(Settings)]
 
 
 def set_variables(values: Mapping[str, str]) -> None:

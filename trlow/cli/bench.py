@@ -30,10 +30,11 @@ from trlow.bench.variant import (
 )
 from trlow.bench.winners import crossovers, winners
 from trlow.cli.console import Console
+from trlow.cli.given import given
 from trlow.cli.output import check_writable, write
 from trlow.errors import SettingsError
 from trlow.range_op import MEAN_STRATEGIES
-from trlow.settings import Settings, variables_in_effect
+from trlow.settings import Settings, check_variables, variables_in_effect
 
 EXIT_FAILED = 1
 MOST, STEP = "32M", "1M"  # nccl-tests' -e and -i
@@ -59,9 +60,9 @@ class Outputs:
     def keep(self, found: Result) -> None:
         """Write what is there; called after every size, so that nothing can lose it."""
         if self.json is not None:
-            write(self.json, found.to_json())
+            write("--json", self.json, found.to_json())
         if self.csv is not None:
-            write(self.csv, found.to_csv())
+            write("--csv", self.csv, found.to_csv())
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -142,10 +143,11 @@ def variants_from(arguments: argparse.Namespace) -> tuple[Variant, ...]:
 
 def settings_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of Settings that the workers get; checked here once."""
-    chosen: dict[str, Any] = {"device": arguments.device, "any_world_size": True}
-    for name in ("gpus", "allow_unabortable"):
-        if name in arguments:
-            chosen[name] = getattr(arguments, name)
+    check_variables()
+    chosen: dict[str, Any] = {
+        "any_world_size": True,
+        **given(arguments, "device", "gpus", "allow_unabortable"),
+    }
     if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
         chosen["loopback_only"] = True  # all ranks are in one process, so nobody else connects
     Settings.from_environment(**chosen, deadline_s=arguments.deadline)

@@ -12,12 +12,13 @@ from trlow import data
 from trlow.bench import in_context
 from trlow.bench.in_context import Found, StageTimes
 from trlow.cli.console import Console
-from trlow.cli.output import check_writable, write
+from trlow.cli.given import given
+from trlow.cli.output import writable, write
 from trlow.device import Platform
 from trlow.errors import SettingsError, TrlowError
 from trlow.nn.models import MODELS
 from trlow.schedule import Training
-from trlow.settings import Settings, variables_in_effect
+from trlow.settings import Settings, check_variables, variables_in_effect
 from trlow.task import Task
 from trlow.version import __version__
 
@@ -30,16 +31,13 @@ COLUMNS = (
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Measure the plan. Raises UsageError before anything is allocated."""
-    path = Path(arguments.json) if "json" in arguments else None
-    if path is not None:
-        check_writable("--json", path)
-    chosen = {} if "gpus" not in arguments else {"gpus": arguments.gpus}
+    check_variables()
+    path = writable("--json", arguments.json) if "json" in arguments else None
+    chosen = given(arguments, "device", "gpus", "global_batch_size")
     if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
         chosen["loopback_only"] = True  # all ranks are in this process, so nobody else connects
     settings = Settings.from_environment(
-        device=arguments.device,
         any_world_size=True,
-        global_batch_size=arguments.global_batch_size,
         deadline_s=arguments.deadline,
         **chosen,
     )
@@ -87,7 +85,7 @@ def _keep(path: Path | None, found: Found, *, complete: bool) -> None:
             "complete": complete,
             **found.plain(),
         }
-        write(path, json.dumps(whole, indent=1) + "\n")
+        write("--json", path, json.dumps(whole, indent=1) + "\n")
 
 
 def _show(console: Console, found: Found, *, complete: bool) -> None:

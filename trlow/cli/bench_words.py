@@ -158,8 +158,9 @@ def _ways(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[str
 def _devices(command: argparse.ArgumentParser) -> None:
     devices = command.add_argument_group("devices")
     devices.add_argument(
-        "--device", choices=("auto", "host", "cuda"), default="auto",
-        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks",
+        "--device", choices=("auto", "host", "cuda"), default=ABSENT,
+        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks "
+        "(default: auto)",
     )  # fmt: skip
     devices.add_argument(
         "--gpus", metavar="LIST", default=ABSENT,

@@ -20,8 +20,8 @@ class Console:
         self._rich = self._terminal and importlib.util.find_spec("rich") is not None
 
     def line(self, text: str = "") -> None:
-        """Write one line; on a terminal it shows at once, in place of a status."""
-        print(f"{self._clear}{text}", file=self._stream, flush=self._terminal)
+        """Write one line, which shows at once; on a terminal in place of a status."""
+        print(f"{self._clear}{text}", file=self._stream, flush=True)
         self._clear = ""
 
     def status(self, text: str) -> None:
@@ -40,6 +40,7 @@ class Console:
             self._rich_table(title, columns, cells, flags)
         else:
             self._plain_table(title, columns, cells, flags)
+        self._stream.flush()
 
     def _plain_table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], flags: str

@@ -23,7 +23,7 @@ from trlow.cli.selftest import mean_over_ranks
 from trlow.device import Platform
 from trlow.errors import TrlowError
 from trlow.kernel_cache import KernelCache
-from trlow.settings import Settings, variables_in_effect
+from trlow.settings import Settings, unknown_variables, variables_in_effect
 from trlow.version import __version__
 
 # Where a second copy is likely to lie, beside the wheels' own folder.
@@ -148,7 +148,7 @@ def _examine_nvrtc(found: Findings) -> bool:
 
         code, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        shared.error = f"cuda.bindings.nvrtc: {error}; pip install 'trlow[cu13]'"
+        shared.error = f"cuda.bindings.nvrtc: {str(error).rstrip(' .;')}; pip install 'trlow[cu13]'"
         shared.copies = _other_copies("nvrtc", None)
         return False
     if int(code) != 0:
@@ -236,6 +236,8 @@ def _explain(
                     f"({kernel_driver.version_text}); install trlow[cu12] or a newer driver",
                 )
             )
+    for name in unknown_variables():
+        found.cannot.append(Problem(f"training with {name}", "no such variable; train refuses it"))
     if not compiler:
         found.cannot.append(Problem("compiling kernels for a GPU", errors["nvrtc"]))
     if collectives is None:

@@ -6,7 +6,25 @@ import os
 import tempfile
 from pathlib import Path
 
-from trlow.errors import SettingsError
+from trlow.errors import SettingsError, TrlowError
+
+
+def writable(option: str, text: str) -> Path:
+    """Return the path that an option names. Raises SettingsError as `check_writable` does."""
+    if not text:
+        raise SettingsError(f"{option} is empty; give the name of a file")
+    path = Path(text)
+    check_writable(option, path)
+    return path
+
+
+def check_different(first: tuple[str, Path | None], second: tuple[str, Path | None]) -> None:
+    """Raise SettingsError where two options name one file: the second would replace the first."""
+    (one, here), (other, there) = first, second
+    if here is None or there is None or here.resolve() != there.resolve():
+        return
+    if here.is_file() or not here.exists():
+        raise SettingsError(f"{one} and {other} both name {here}; give each a file of its own")
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -30,9 +48,18 @@ def check_writable(option: str, path: Path) -> None:
         ) from error
 
 
-def write(path: Path, text: str) -> None:
-    """Write `text` whole or not at all: a reader never sees half a file. A link stays a link."""
-    path = path.resolve()
+def write(option: str, path: Path, text: str) -> None:
+    """Write `text` whole or not at all: a reader never sees half a file. A link stays a link.
+
+    Raises TrlowError, naming the option, where the system refuses.
+    """
+    try:
+        _write(path.resolve(), text)
+    except OSError as error:
+        raise TrlowError(f"{option} {path}: {error.strerror or error}") from error
+
+
+def _write(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

@@ -16,6 +16,7 @@ from trlow.nn.models import MODELS
 from trlow.range_op import MEAN_STRATEGIES
 
 EPILOG = """\
+variables: TRLOW_SEED=1 stands for --seed 1, and so on; an option wins over its variable
 exit codes: 0 done, 1 failed while running, 2 asked for what cannot be, 70 hung beyond recovery,
 130 interrupted with Ctrl-C"""
 
@@ -91,8 +92,8 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         "--seed",
         metavar="N",
         type=whole(0),
-        default=0,
-        help="seed of the initial weights and of the order of the rows",
+        default=argparse.SUPPRESS,
+        help="seed of the initial weights and of the order of the rows (default: 0)",
     )
     training.add_argument(
         "--replay",
@@ -118,7 +119,8 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="after training, write some steps as a Chrome/Perfetto trace and report what "
-        "communication adds to a step (default: none)",
+        "communication adds to a step; both of the fused step, whatever --replay says "
+        "(default: none)",
     )
     command.set_defaults(run=train.run)
 
@@ -129,8 +131,9 @@ def _add_devices(command: Parser) -> None:
     devices.add_argument(
         "--device",
         choices=("auto", "host", "cuda"),
-        default="auto",
-        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks",
+        default=argparse.SUPPRESS,
+        help="auto takes the GPUs if there are any, otherwise the host device with 4 ranks "
+        "(default: auto)",
     )
     devices.add_argument(
         "--gpus",
@@ -149,12 +152,13 @@ def _add_devices(command: Parser) -> None:
     devices.add_argument(
         "--any-world-size",
         action="store_true",
-        help="allow a number of ranks that is not a power of two",
+        default=argparse.SUPPRESS,
+        help="allow a number of ranks that is not a power of two (default: False)",
     )
     devices.add_argument(
         "--deadline",
         metavar="SECONDS",
-        type=rate,
+        type=seconds,
         default=argparse.SUPPRESS,
         help="end with an error when nothing moves on any rank for so long (default: 60)",
     )
@@ -189,8 +193,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--global-batch-size",
         metavar="N",
         type=whole(1),
-        default=128,
-        help="rows of one step over all ranks; the number of ranks must divide it",
+        default=argparse.SUPPRESS,
+        help="rows of one step over all ranks; the number of ranks must divide it (default: 128)",
     )
     group.add_argument(
         "--optimizer",
@@ -212,7 +216,8 @@ def _add_plan(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "--any-world-size",
         action="store_true",
-        help="allow a number of ranks that is not a power of two",
+        default=argparse.SUPPRESS,
+        help="allow a number of ranks that is not a power of two (default: False)",
     )
     command.add_argument(
         "--json", action="store_true", help="print the plan as JSON instead of a table"
@@ -268,6 +273,19 @@ class whole:  # noqa: N801  argparse names a type in its messages by its name
                 f'"{text}" is no whole number of at least {self.least}; give one'
             )
         return value
+
+
+def seconds(text: str) -> float:
+    """Return a time: finite and above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is no time; give a finite number of seconds above 0'
+        )
+    return value
 
 
 def rate(text: str) -> float:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from dataclasses import replace
 
 from trlow import data
 from trlow.cli import svg
 from trlow.cli.console import Console
-from trlow.cli.output import check_writable, write
+from trlow.cli.given import given
+from trlow.cli.output import writable, write
 from trlow.cli.units import binary
 from trlow.nn.compiler import Compiled, compile_model
 from trlow.nn.models import MODELS
 from trlow.plan import Bucket, MemoryPlan
 from trlow.plan_text import COLUMNS, rows
-from trlow.settings import Settings
+from trlow.settings import Settings, check_variables
+from trlow.task import GLOBAL_BATCH_SIZE
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plan the model and show it. Raises UsageError for what cannot be planned or written."""
-    picture = Path(arguments.svg) if "svg" in arguments else None
-    if picture is not None:
-        check_writable("--svg", picture)
+    picture = writable("--svg", arguments.svg) if "svg" in arguments else None
     compiled = _compile(arguments)
     buckets = compiled.plan.buckets(compiled.network.frozen_gradients)
     if picture is not None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             f"{arguments.model}: {arguments.ranks} ranks of {compiled.network.local_batch} rows, "
             f"{arguments.optimizer}"
         )
-        write(picture, svg.draw(compiled.plan, buckets, title))
+        write("--svg", picture, svg.draw(compiled.plan, buckets, title))
     if arguments.json:
         console.line(json.dumps(as_json(compiled.plan, buckets, compiled.world_size), indent=2))
     else:
@@ -92,11 +92,12 @@ def as_json(plan: MemoryPlan, buckets: tuple[Bucket, ...], world_size: int) -> d
 
 
 def _compile(arguments: argparse.Namespace) -> Compiled:
-    settings = Settings(
-        gpus=f"0-{arguments.ranks - 1}" if arguments.ranks > 1 else "0",
-        global_batch_size=arguments.global_batch_size,
-        any_world_size=arguments.any_world_size,
-    )
+    check_variables()
+    chosen = given(arguments, "global_batch_size", "any_world_size")
+    gpus = f"0-{arguments.ranks - 1}" if arguments.ranks > 1 else "0"
+    settings = Settings.from_environment(gpus=gpus, **chosen)
+    if settings.global_batch_size is None:
+        settings = replace(settings, global_batch_size=GLOBAL_BATCH_SIZE)
     world_size = len(settings.devices(arguments.ranks))
     local_batch = settings.local_batch_size(world_size)
     shape, classes = data.shape_and_classes(arguments.data)

@@ -65,7 +65,7 @@ def draw(plan: MemoryPlan, buckets: Sequence[Bucket], title: str) -> str:
         if (place := plan.region_range(region.name)).nbytes
     ]
     canvas = Canvas()
-    canvas.text(MARGIN, 30, title, size=17, weight="bold")
+    canvas.text(MARGIN, 30, title, size=17, font_weight="bold")
     facts = f"{binary(plan.arena_nbytes)} per rank, fingerprint {plan.fingerprint()[:16]}"
     canvas.text(MARGIN, 50, facts)
     y = _strip(canvas, 84, pieces, 0, plan.arena_nbytes, "the whole arena")

@@ -16,15 +16,16 @@ from typing import Any, NoReturn, cast
 
 from trlow import data
 from trlow.cli.console import Console
-from trlow.cli.output import check_writable, write
+from trlow.cli.given import given
+from trlow.cli.output import check_different, writable, write
 from trlow.cli.units import binary
 from trlow.errors import RankError, SettingsError, TrlowError
-from trlow.measure import exposed_training_comm_us, trace_training
+from trlow.measure import exposed_training_comm, trace_training
 from trlow.nn.models import MODELS
 from trlow.report import Progress
 from trlow.schedule import Training
-from trlow.settings import Settings, variables_in_effect
-from trlow.task import Task
+from trlow.settings import Settings, check_variables, parse_gpus, variables_in_effect
+from trlow.task import GLOBAL_BATCH_SIZE, Task
 
 EXIT_HUNG = 70
 
@@ -32,13 +33,11 @@ EXIT_HUNG = 70
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Train as asked. Raises UsageError before anything is allocated, TrlowError afterwards."""
     settings = settings_of(arguments)
-    report_path = Path(arguments.report) if "report" in arguments else None
-    if report_path is not None:
-        check_writable("--report", report_path)
-    trace_path = Path(arguments.trace) if "trace" in arguments else None
-    if trace_path is not None:
-        check_writable("--trace", trace_path)
+    report_path = writable("--report", arguments.report) if "report" in arguments else None
+    trace_path = writable("--trace", arguments.trace) if "trace" in arguments else None
+    check_different(("--report", report_path), ("--trace", trace_path))
     train, validation = data.load(arguments.data)
+    _check_batch(settings, train)
     training = Training(
         lr=arguments.lr,
         schedule=arguments.schedule,
@@ -48,40 +47,49 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     )
     model = MODELS[arguments.model](train.classes)
     task = Task(settings, model, train, validation, training=training, name=arguments.model)
+    files: list[tuple[str, Path, str]] = []
     try:
         with task:
             report = _fit(task, arguments.epochs, console)
+            _show(console, report)
             if trace_path is not None:
-                report["exposed_comm_us"] = exposed_training_comm_us(task)
-                write(trace_path, trace_training(task).to_chrome() + "\n")
+                report["exposed_comm_us"] = _measure(task, console)
+                text = trace_training(task).to_chrome() + "\n"
+                files.append(("--trace", trace_path, text))
     except (TrlowError, KeyboardInterrupt) as error:
         if task.dead:
             _leave_hung(error)
         raise
-    _show(console, report)
-    if trace_path is not None:
-        console.line(f"communication adds {report['exposed_comm_us']:.1f} µs to a step")
-        console.line(f"trace: {trace_path}")
     if report_path is not None:
-        text = json.dumps(_strict(report), indent=2, allow_nan=False)
-        write(report_path, text + "\n")
-        console.line(f"report: {report_path}")
+        text = json.dumps(_strict(report), indent=2, allow_nan=False) + "\n"
+        files.append(("--report", report_path, text))
+    _write_all(files, console)
     return 0
+
+
+def _write_all(files: list[tuple[str, Path, str]], console: Console) -> None:
+    """Write every file; one that cannot be written does not cost the others."""
+    problems = []
+    for option, path, text in files:
+        try:
+            write(option, path, text)
+        except TrlowError as error:
+            problems.append(str(error))
+        else:
+            console.line(f"{option.removeprefix('--')}: {path}")
+    if problems:
+        raise TrlowError("; ".join(problems))
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the settings that the options and the environment give. Raises SettingsError."""
-    chosen: dict[str, Any] = {
-        "device": arguments.device,
-        "any_world_size": arguments.any_world_size,
-        "global_batch_size": arguments.global_batch_size,
-        "seed": arguments.seed,
-    }
+    check_variables()
+    chosen = given(
+        arguments,
+        *("device", "any_world_size", "global_batch_size", "seed", "arena", "allow_unabortable"),
+    )
     if "deadline" in arguments:
         chosen["deadline_s"] = arguments.deadline
-    for name in ("arena", "allow_unabortable"):
-        if name in arguments:
-            chosen[name] = getattr(arguments, name)
     if "gpus" in arguments:
         if "ranks" in arguments:
             raise SettingsError(
@@ -97,6 +105,41 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
         chosen["loopback_only"] = True  # all ranks are in this process, so nobody else connects
     return Settings.from_environment(**chosen)
+
+
+def _check_batch(settings: Settings, train: data.Dataset) -> None:
+    """Raise SettingsError for a batch larger than the data, with the largest that works."""
+    batch = settings.global_batch_size or GLOBAL_BATCH_SIZE
+    if batch <= train.rows:
+        return
+    devices = parse_gpus(settings.gpus)
+    known = devices is not None or settings.device == "host"  # else the machine has to be asked
+    ranks = settings.host_devices if devices is None else len(devices)
+    most = train.rows // ranks * ranks
+    use = f"use at most {most} on {ranks} ranks"
+    if not known:
+        use = f"use a multiple of the number of ranks up to {train.rows} ({most} on {ranks} ranks)"
+    if not most:
+        use = f"use fewer than {ranks} ranks"
+    raise SettingsError(
+        f"a global batch of {batch} rows is larger than {train.name} with its {train.rows} "
+        f"training rows: {use}"
+    )
+
+
+def _measure(task: Task, console: Console) -> float:
+    """Say what communication adds to a step, and return its µs."""
+    console.line("measuring what communication adds to a fused step, for some seconds")
+    found = exposed_training_comm(task)
+    if found is None:
+        console.line("communication adds nothing: there is one rank")
+        return 0.0
+    noise = ", within noise" if found.within_noise else ""
+    console.line(
+        f"communication adds {found.us:.1f} µs to a step ({found.low_us:.1f}..{found.high_us:.1f} "
+        f"over {found.rounds} rounds of {found.steps} steps{noise})"
+    )
+    return found.us
 
 
 def _fit(task: Task, epochs: int, console: Console) -> dict[str, Any]:

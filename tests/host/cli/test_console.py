@@ -33,6 +33,16 @@ def test_a_plain_table_lines_up():
     ]
 
 
+def test_every_line_and_table_is_written_at_once(tmp_path):
+    path = tmp_path / "out"
+    with path.open("w", encoding="utf-8") as stream:
+        console = Console(stream)
+        console.line("first")
+        assert path.read_text() == "first\n"
+        console.table(*TABLE)
+        assert "1234" in path.read_text()
+
+
 def test_a_terminal_gets_rich():
     pytest.importorskip("rich", reason="needs the extra trlow[cli]")
     stream = Terminal()
@@ -75,7 +85,7 @@ def test_a_file_is_replaced_whole_and_readable(tmp_path):
     path.write_text("old")
     check_writable("--report", path)
     assert path.read_text() == "old"
-    write(path, "new")
+    write("--report", path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
     mask = os.umask(0)
@@ -87,7 +97,7 @@ def test_a_failing_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write(path, "\udc80")
+        write("--report", path, "\udc80")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -97,7 +107,7 @@ def test_a_device_is_written_in_place():
 
     null = Path("/dev/null")
     check_writable("--report", null)
-    write(null, "gone")
+    write("--report", null, "gone")
     assert null.is_char_device()
 
 
@@ -105,7 +115,7 @@ def test_a_link_stays_a_link(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
-    write(link, "new")
+    write("--report", link, "new")
     assert link.is_symlink()
     assert target.read_text() == "new"
 

@@ -109,6 +109,13 @@ def test_variables_in_effect_are_shown_and_others_are_not(trlow, monkeypatch):
     assert "SECRET_TOKEN" not in text
 
 
+def test_a_variable_that_nothing_reads_is_a_finding(trlow, monkeypatch):
+    monkeypatch.setenv("TRLOW_SEDE", "3")
+    outcome = trlow("doctor")
+    assert outcome.code == 0
+    assert "training with TRLOW_SEDE: no such variable" in outcome.out
+
+
 def test_a_second_copy_is_reported(trlow, monkeypatch, tmp_path):
     (tmp_path / "libnccl.so.2").write_bytes(b"")
     monkeypatch.setattr(findings, "SYSTEM_FOLDERS", (str(tmp_path),))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import trlow as trlow_package
 from trlow import data
 from trlow.cli.parser import build
 from trlow.cli.train import settings_of
@@ -192,6 +195,46 @@ def test_ctrl_c_ends_within_seconds_with_130_and_one_line(seconds):
     assert errors == "trlow: error: interrupted\n"
 
 
+@pytest.mark.parametrize("entry", [["-m", "trlow"], ["trlow"]])
+def test_ctrl_c_while_the_commands_are_imported_is_130_and_one_line(tmp_path, entry):
+    """A module that the command line imports sends the interrupt in its stead."""
+    (tmp_path / "argparse.py").write_text(
+        "import sys\n"
+        "if 'trlow.cli' in sys.modules:\n"
+        "    raise KeyboardInterrupt\n"
+        "raise ImportError('too early for this test')\n"
+    )
+    if entry == ["trlow"]:
+        (tmp_path / "trlow").write_text("from trlow.cli import main\nraise SystemExit(main())\n")
+        entry = [str(tmp_path / "trlow")]
+    package = str(Path(trlow_package.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
+    command = [sys.executable, *entry, "plan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (130, "trlow: error: interrupted\n")
+
+
+def test_the_environment_applies_unless_the_option_is_given(monkeypatch):
+    values = {"SEED": "3", "DEVICE": "host", "GLOBAL_BATCH_SIZE": "96", "ANY_WORLD_SIZE": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"TRLOW_{name}", value)
+    settings = settings_of(build("0").parse_args(["train"]))
+    assert (settings.seed, settings.device) == (3, "host")
+    assert (settings.global_batch_size, settings.any_world_size) == (96, True)
+    words = ["train", "--seed", "4", "--device", "auto", "--global-batch-size", "64"]
+    settings = settings_of(build("0").parse_args(words))
+    assert (settings.seed, settings.device, settings.global_batch_size) == (4, "auto", 64)
+
+
+def test_plan_follows_the_same_variables_as_train(trlow, monkeypatch):
+    def arena() -> int:
+        return json.loads(trlow("plan", "--json").out)["arena_nbytes"]
+
+    default = arena()
+    monkeypatch.setenv("TRLOW_GLOBAL_BATCH_SIZE", "256")
+    assert arena() > default
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_the_cnn_learns_the_digits_with_every_seed(trlow, tmp_path, seed):
@@ -279,11 +322,34 @@ def test_a_rank_error_ends_with_70_only_where_recovery_failed(dead, code):
 
 def test_a_trace_shows_the_overlap_and_the_report_what_communication_costs(trlow, tmp_path):
     trace, path = tmp_path / "trace.json", tmp_path / "report.json"
-    report = train(trlow, path, "--ranks", 2, "--trace", trace)
+    began = time.monotonic()
+    outcome = trlow(*QUICK, "--ranks", 2, "--trace", trace, "--report", path)
+    assert time.monotonic() - began < 30  # the measurement bounds itself
+    assert (outcome.code, outcome.err) == (0, "")
+    said = r"measuring .*\ncommunication adds (-?[\d.]+) µs to a step \((-?[\d.]+)\.\.(-?[\d.]+) "
+    found = re.search(said + r"over 5 rounds of (\d+) steps(, within noise)?\)", outcome.out)
+    assert found is not None
+    middle, low, high = (float(found[place]) for place in (1, 2, 3))
+    assert low <= middle <= high
+    assert 5 <= int(found[4]) <= 200
+    report = json.loads(path.read_text(encoding="utf-8"))
     assert isinstance(report["exposed_comm_us"], float)
+    assert f"{report['exposed_comm_us']:.1f}" == found[1]
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"DEEP_COMM", "FIRST_BWD", "WEIGHT_UPDATE", "XFER_A", "XFER_B"} <= names
+
+
+def test_one_rank_has_no_communication_to_measure(trlow, tmp_path):
+    outcome = trlow(*QUICK, "--ranks", 1, "--trace", tmp_path / "trace.json")
+    assert outcome.code == 0
+    assert "communication adds nothing: there is one rank" in outcome.out
+
+
+def test_a_trace_that_cannot_be_written_keeps_the_report(trlow, tmp_path):
+    path = tmp_path / "report.json"
+    assert trlow(*QUICK, "--trace", "/dev/full", "--report", path).code == 1
+    assert json.loads(path.read_text())["model"] == "mlp"
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_training(trlow, tmp_path):

@@ -49,7 +49,13 @@ def check_refused(outcome, *words: str) -> None:
         (["train", "--global-batch-size", "0"], ["--global-batch-size", '"0"', "at least 1"]),
         (["train", "--global-batch-size", "-8"], ["--global-batch-size", '"-8"']),
         (["train", "--global-batch-size", "1.5"], ["--global-batch-size", '"1.5"']),
-        (["train", "--global-batch-size", "1438"], ["1438", "1437"]),
+        (["train", "--global-batch-size", "1438"], ["1438", "1437", "1436 on 4 ranks"]),
+        (["train", "--ranks", "4", "--global-batch-size", "1440"], ["use at most 1436 on 4 ranks"]),
+        (["train", "--deadline", "nan"], ["--deadline", '"nan" is no time', "above 0"]),
+        (["train", "--deadline", "0"], ["--deadline", '"0" is no time', "above 0"]),
+        (["train", "--report", ""], ["--report is empty"]),
+        (["train", "--trace", ""], ["--trace is empty"]),
+        (["plan", "--svg", ""], ["--svg is empty"]),
         (["train", "--epochs", "0"], ["--epochs", "at least 1"]),
         (["train", "--epochs", "-1"], ["--epochs", "at least 1"]),
         (["train", "--lr", "nan"], ["--lr", '"nan"', "finite"]),
@@ -82,10 +88,10 @@ def test_a_bad_word_or_number_is_refused_in_one_line(trlow, no_device, arguments
     ("arguments", "words"),
     [
         (["--ranks", "3"], ["3 ranks", "power of two"]),
-        (["--gpus", "0-2"], ["3 ranks", "power of two"]),
-        (["--gpus", "2-9"], ["9", "beyond", "0 to 3"]),
+        (["--gpus", "0-2"], ["3 ranks", "power of two", "--any-world-size"]),
+        (["--gpus", "2-9"], ["9", "beyond", "0 to 3", "TRLOW_HOST_DEVICES=10", "--ranks 10"]),
         (["--ranks", "4", "--global-batch-size", "130"], ["130", "4", "128", "132"]),
-        (["--ranks", "2", "--arena", "window"], ["2.28.9", "below 2.29.7", "allow_unabortable"]),
+        (["--ranks", "2", "--arena", "window"], ["2.28.9", "below 2.29.7", "--allow-unabortable"]),
         (["--ranks", "1", "--arena", "window", "--allow-unabortable"], ["one rank", "plain"]),
     ],
 )
@@ -138,6 +144,36 @@ def test_broken_data_is_refused_with_the_file(trlow, no_device, tmp_path):
 def test_a_variable_with_a_bad_value_is_refused_with_its_name(trlow, no_device, monkeypatch):
     monkeypatch.setenv("TRLOW_DEADLINE_S", "soon")
     check_refused(trlow("train"), "TRLOW_DEADLINE_S", "soon")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "bench plan", "bench all_reduce"])
+def test_a_variable_that_nothing_reads_is_refused_with_the_known_ones(
+    trlow, no_device, monkeypatch, command
+):
+    monkeypatch.setenv("TRLOW_SEDE", "1")
+    check_refused(trlow(*command.split()), "TRLOW_SEDE", "TRLOW_SEED")
+
+
+def test_a_report_and_a_trace_in_one_file_are_refused(trlow, no_device, tmp_path):
+    path, same = tmp_path / "same.json", tmp_path / "." / "link.json"
+    same.symlink_to(path)
+    check_refused(trlow("train", "--report", path, "--trace", same), "--report and --trace")
+    assert not path.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("train", "--model", "mlp", "--epochs", "1", "--device", "host"), "--report"),
+        (("train", "--model", "mlp", "--epochs", "1", "--device", "host"), "--trace"),
+        (("plan",), "--svg"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_exit_code_1(trlow, words, option):
+    outcome = trlow(*words, option, "/dev/full")
+    assert outcome.code == 1
+    assert outcome.err == f"trlow: error: {option} /dev/full: No space left on device\n"
 
 
 def test_as_a_process_it_is_the_same(process):
