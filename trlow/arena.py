@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trlow.device import Platform
     from trlow.plan import MemoryPlan
+    from trlow.program import Program
     from trlow.settings import Settings
 
 WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT, of a window's start and size
@@ -84,6 +85,25 @@ def check_window(settings: Settings, platform: Platform, world_size: int) -> Non
             f"arena='window' with NCCL {platform.nccl.version_text}: below {since} its kernels on "
             "windows do not look for an abort, so when a rank does not come nothing but the end of "
             "the process helps; set allow_unabortable, take a newer NCCL, or use arena='plain'"
+        )
+
+
+def check_ranges(plan: MemoryPlan, program: Program) -> None:
+    """Refuse a program of another plan: its addresses would lie outside of the arena.
+
+    Raises ``PlanError`` naming the stage and the range.
+    """
+    for stages in program.phases:
+        for stage in stages:
+            for item in (*stage.reads, *stage.writes):
+                _check_inside(plan, item, f"stage {stage.name} of {program.name!r}")
+
+
+def _check_inside(plan: MemoryPlan, item: Range, who: str) -> None:
+    if item.end > plan.arena_nbytes:
+        raise PlanError(
+            f"{who} uses {item.first}..{item.last} at {item.offset} to {item.end}, the arena of "
+            f"this plan ends at {plan.arena_nbytes}: make the program from the runtime's own plan"
         )
 
 
@@ -157,7 +177,10 @@ class Arena:
         return self.base + self._range(what).offset
 
     def _range(self, what: str | Range) -> Range:
-        return what if isinstance(what, Range) else self.plan.range(what)
+        if not isinstance(what, Range):
+            return self.plan.range(what)
+        _check_inside(self.plan, what, "a copy")
+        return what
 
     def copy_in(self, what: str | Range, array: NDArray[Any]) -> None:
         """Copy ``array`` to a DTensor (its exact shape) or to a range (``count`` elements, flat).

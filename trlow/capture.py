@@ -59,11 +59,12 @@ class Graphs:
     beats: list[list[int]] = field(default_factory=list)  # places of the watch that they take
 
     def take(self, other: Graphs) -> None:
-        """Own what ``other`` owned."""
+        """Own what ``other`` owned, which then owns nothing."""
         self.graphs.update(other.graphs)
         self.execs.update(other.execs)
         self.nodes.update(other.nodes)
         self.beats += other.beats
+        other.graphs, other.execs, other.nodes, other.beats = {}, {}, {}, []
 
     def close(self, rank: Rank) -> None:
         """Destroy everything; goes on after a failure and raises the first."""
@@ -217,7 +218,12 @@ def adopt_children(rank: Rank, program: Program) -> None:
                 continue
             if stage.external in rank.children:
                 continue
-            graph: int = stage.external.body[rank.index]  # type: ignore[index]
+            rank.status.stage, rank.status.op = stage.name, "external"
+            graphs: tuple[int, ...] = stage.external.body  # type: ignore[assignment]
+            if rank.index >= len(graphs):
+                message = f"an external stage has {len(graphs)} graphs, one for each rank is needed"
+                raise CaptureError(message, rank=rank.index, stage=stage.name, op="external")
+            graph = graphs[rank.index]
             refused = sorted({kind for kind in node_types(rank, graph) if kind in REFUSED})
             if refused:
                 message = f"a child graph must not hold {', '.join(refused)} nodes"

@@ -208,6 +208,7 @@ def _enqueue_external(rank: Rank, stage: Stage, stream: int) -> None:
         return
     if external.kind == "callback":
         external.body(rank.index, stream)  # type: ignore[operator]
+        rank.platform.cudart.cudaSetDevice(rank.device)  # whatever the callback left current
         return
     graph: int = external.body[rank.index]  # type: ignore[index]
     if is_capturing(rank.platform, stream):
@@ -256,7 +257,7 @@ def stage_failure(rank: Rank, error: BaseException) -> BaseException:
     if isinstance(error, ForeignError) and error.rank is None:
         error = error.with_rank(rank.index, rank.device)
     failure = CaptureError(
-        f"capture failed: {error}",
+        f"capture failed: {type(error).__name__}: {error}",
         rank=rank.index,
         stage=rank.status.stage,
         op=rank.status.op,

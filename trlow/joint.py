@@ -11,6 +11,7 @@ from trlow.incident import report
 from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Sequence
 
     from trlow.communicator import Communicators
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from trlow.ranks import Job, Ranks
 
 DRAW_S = 0.5  # between two calls of a caller's progress function
+PATIENCE = 20  # how often Ctrl-C is put off while ranks are stopped
 BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
 
 
@@ -30,6 +32,7 @@ class JointRun:
     communicators: Communicators | None
     jobs: list[Job]
     rendezvous: Rendezvous | None
+    gate: threading.Barrier | None  # where ranks wait until all have begun
     abort: bool  # at once, or only where ranks do not come back by themselves
     progress: Callable[[int], None] | None
     report: str = ""  # where everybody stood when it was stopped
@@ -43,9 +46,16 @@ class JointRun:
             status.stop = True
         if self.rendezvous is not None:
             self.rendezvous.stop()
+        if self.gate is not None:
+            self.gate.abort()
         late = self.abort or not self.ranks.settle(self.jobs, BACK_S)
         if late and self.communicators is not None:
             self.communicators.start_abort()
+
+    def end(self) -> None:
+        """Stop, and wait until the ranks are back."""
+        self.stop()
+        self.ranks.settle(self.jobs)
 
     def explained(self, error: BaseException) -> BaseException:
         """``error`` with what was gathered; an error of its own for a run that was told to stop."""
@@ -68,3 +78,13 @@ class JointRun:
             self.progress(min(status.step or 0 for status in statuses))
         beats = [member.watch.value for member in self.members if member.watch is not None]
         return [*((status.step, status.stage, status.op) for status in statuses), *beats]
+
+
+def persist(function: Callable[[], None]) -> None:
+    """Run ``function``, which may be repeated, to its end although Ctrl-C arrives meanwhile."""
+    for _ in range(PATIENCE):
+        try:
+            function()
+        except KeyboardInterrupt:
+            continue
+        return

@@ -72,6 +72,12 @@ class Job:
         self.ended_at = time.monotonic()
         self._finished.set()
 
+    def cancel(self) -> None:
+        """It never came to a worker: done, as one that stopped because of a peer."""
+        self.error = PeerFailedError("never begun")
+        self.ended_at = time.monotonic()
+        self._finished.set()
+
     @property
     def done(self) -> bool:
         """Whether the function has returned or raised."""
@@ -93,7 +99,10 @@ class Worker:
 
     def submit(self, function: Callable[[], Any]) -> Job:
         """Queue ``function`` and return its job at once."""
-        job = Job(function)
+        return self.queue(Job(function))
+
+    def queue(self, job: Job) -> Job:
+        """Queue a job that was made before."""
         self._jobs.put(job)
         return job
 
@@ -139,13 +148,37 @@ class Ranks:
         named = [(f"rank {rank}", worker.ident) for rank, worker in enumerate(self.workers)]
         return [*named, ("coordinator", self.coordinator.ident)]
 
-    def submit(self, function: Callable[[int], Any]) -> list[Job]:
-        """Run ``function(rank)`` on every rank's thread."""
+    def jobs(self, function: Callable[[int], Any]) -> list[Job]:
+        """A job ``function(rank)`` for every rank, not queued yet."""
 
         def bound(rank: int) -> Callable[[], Any]:
             return lambda: function(rank)
 
-        return [worker.submit(bound(rank)) for rank, worker in enumerate(self.workers)]
+        return [Job(bound(rank)) for rank in range(len(self))]
+
+    def queue(self, jobs: Sequence[Job]) -> None:
+        """Queue the ranks' jobs, and the coordinator's if there is one more.
+
+        Interrupted in between (Ctrl-C), those that did not come to a worker count as done.
+        """
+        workers = (*self.workers, self.coordinator)
+        queued = 0
+        try:
+            for worker, job in zip(workers, jobs, strict=False):
+                worker.queue(job)
+                queued += 1
+        except BaseException:
+            for job in jobs[queued + 1 :]:
+                job.cancel()
+            if queued < len(jobs) and not jobs[queued].wait(POLL_S):
+                jobs[queued].cancel()
+            raise
+
+    def submit(self, function: Callable[[int], Any]) -> list[Job]:
+        """Run ``function(rank)`` on every rank's thread."""
+        jobs = self.jobs(function)
+        self.queue(jobs)
+        return jobs
 
     def join(
         self,

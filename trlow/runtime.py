@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from trlow import capture as capturing
 from trlow import warmup
-from trlow.arena import check_memory, check_window
+from trlow.arena import check_memory, check_ranges, check_window
 from trlow.device import Platform
 from trlow.enqueue import enqueue_phase, groups_of
 from trlow.errors import TrlowError, UsageError
@@ -60,7 +60,7 @@ class Runtime:
         check_window(settings, self.platform, len(devices))
         check_memory(self.platform, plan, devices)
         self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
-        self._fused: list[list[capturing.Graphs]] = []  # per fused capture, one per rank
+        self._fused: list[list[capturing.Graphs]] = []  # per capture, one per rank
         self._staged = [capturing.Graphs() for _ in devices]
         self._replays: list[Replay] = []
         self._warmed: set[tuple[int, Program]] = set()
@@ -128,9 +128,7 @@ class Runtime:
             known = self._staged[0].execs
             sections = [section for section in sections if section.key not in known]
         fresh = self._capture(sections)
-        if mode == "fused":
-            self._fused.append(fresh)
-        else:
+        if mode == "staged":
             for shared, new in zip(self._staged, fresh, strict=True):
                 shared.take(new)
         graphs = self._staged if mode == "staged" else fresh
@@ -148,6 +146,7 @@ class Runtime:
         """All ranks capture, then all instantiate; or everything begun is undone."""
         team = self._team
         fresh = [capturing.Graphs() for _ in team.members]
+        self._fused.append(fresh)  # owned before there is anything, so that nothing is ever lost
         groups = capturing.groups_in(sections, self.world_size)
         rendezvous = team.rendezvous(groups, capturing=True)
         try:
@@ -162,14 +161,19 @@ class Runtime:
             )
         except BaseException:
             if not team.dead:
-                team.together(lambda rank: fresh[rank.index].close(rank), abort=False)
+                team.together(partial(_close_graphs, fresh), abort=False)
             raise
         return fresh
 
     def _prepare(self, program: Program, *, keep_all: bool) -> None:
-        """Communicators there, external graphs adopted, and the program warm."""
+        """Communicators there, external graphs adopted, and the program warm.
+
+        Raises ``PlanError`` for a range that lies outside of this runtime's plan.
+        """
         team = self._team
         team.check_usable()
+        check_ranges(self.plan, program)
+        self._forget_closed()
         team.connect()
         if (team.generation, program) in self._warmed:
             return
@@ -183,6 +187,13 @@ class Runtime:
                 rendezvous=rendezvous,
             )
         self._warmed.add((team.generation, program))
+
+    def _forget_closed(self) -> None:
+        """Let go of what a recovery has closed."""
+        self._replays = [replay for replay in self._replays if not replay.closed]
+        self._fused = [graphs for graphs in self._fused if any(each.graphs for each in graphs)]
+        current = self._team.generation
+        self._warmed = {warm for warm in self._warmed if warm[0] == current}
 
     def _slots(self, program: Program, variant: str | None) -> list[tuple[FeedSlot, ...]]:
         """Per rank the pinned slots by parity of the step; empty without inputs.
@@ -229,6 +240,9 @@ class Runtime:
         check_steps(steps)
         self._prepare(program, keep_all=True)
         slots = self._slots(program, variant)
+        if fill is not None and not slots[0]:
+            message = f"{program.name!r} has no input to fill; it copies from no slot"
+            raise UsageError(message)
         team = self._team
         for step in range(steps):
             if fill is not None:
@@ -256,11 +270,10 @@ class Runtime:
             return
         self._replays.remove(replay)
         replay.detach()
-        owned = [graphs for graphs in self._fused if graphs[0] is replay.first_graphs]
-        for graphs in owned:
-            self._fused.remove(graphs)
+        for graphs in [each for each in self._fused if each[0] is replay.first_graphs]:
             if not self.dead:
                 self.together(partial(_close_graphs, graphs))
+            self._fused.remove(graphs)
 
     # -- end
 
@@ -314,7 +327,7 @@ def _step_eagerly(program: Program, step: int, rendezvous: Rendezvous | None, ra
 
 
 def _warn_forgotten(workers: Sequence[Worker]) -> None:
-    """A runtime was collected without close(): say so, and let its threads end."""
-    warnings.warn("a trlow Runtime was not closed", ResourceWarning, stacklevel=2)
+    """A runtime was collected without close(): let its threads end, and say so."""
     for worker in workers:
         worker.stop(0.0)
+    warnings.warn("a trlow Runtime was not closed", ResourceWarning, stacklevel=2)

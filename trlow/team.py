@@ -21,9 +21,9 @@ from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
 from trlow.errors import ForeignError, RankError, TrlowError, UsageError
 from trlow.incident import rank_error
-from trlow.joint import JointRun
+from trlow.joint import JointRun, persist
 from trlow.opening import Opening
-from trlow.ranks import GRACE_S, PeerFailedError, Ranks
+from trlow.ranks import GRACE_S, Job, PeerFailedError, Ranks
 from trlow.turn import Turn
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trlow.device import Platform
     from trlow.enqueue import Group
     from trlow.plan import MemoryPlan
-    from trlow.ranks import Job, Worker
+    from trlow.ranks import Worker
 
 _living: weakref.WeakSet[Team] = weakref.WeakSet()
 
@@ -87,7 +87,9 @@ class Team:
 
     def connect(self) -> None:
         """Make communicators if there are several ranks and none yet. On the coordinator."""
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
+            self._turn.taken()
             self.check_usable()
             self._connect()
 
@@ -97,7 +99,11 @@ class Team:
         job = self.ranks.coordinator.submit(
             lambda: Communicators(self.platform, self.ranks.devices)
         )
-        self._finish([job])
+        try:
+            self._finish([job])
+        except BaseException:  # they may come into being later: then nobody wants them
+            self.ranks.coordinator.submit(lambda: job.result and job.result.close())
+            raise
         self._communicators = job.result
         self.generation += 1
         if self.members:
@@ -131,24 +137,33 @@ class Team:
         """Run ``function`` on a rank's thread and wait for it in Python."""
         if worker.is_current:
             return function()
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
+            self._turn.taken()
             self.check_usable()
-            job = worker.submit(function)
+            job = worker.submit(self._located(lambda _: function(), self._rank_of(worker)))
             self._finish([job])
             return job.result
 
     def _run(self, function: Callable[[int], Any]) -> list[Any]:
         """``function(rank)`` on every rank's thread; no collective involved."""
+        jobs = self.ranks.submit(lambda rank: self._located(function, rank)())
+        self._finish(jobs)
+        return [job.result for job in jobs]
 
-        def located(rank: int) -> Any:
+    def _located(self, function: Callable[[int], Any], rank: int) -> Callable[[], Any]:
+        """``function(rank)`` whose failed C calls name rank and device."""
+
+        def call() -> Any:
             try:
                 return function(rank)
             except ForeignError as error:
                 raise self.ranks.locate(error, rank) from error
 
-        jobs = self.ranks.submit(located)
-        self._finish(jobs)
-        return [job.result for job in jobs]
+        return call
+
+    def _rank_of(self, worker: Worker) -> int:
+        return self.ranks.workers.index(worker)
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         error = self.ranks.join(jobs, on_stop=lambda: None)
@@ -178,7 +193,9 @@ class Team:
         ``abort`` all communicators are aborted and all graphs destroyed, without it only when ranks
         do not come back by themselves.
         """
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
+            self._turn.taken()
             self.check_usable()
             return self._joint(function, rendezvous, abort, launches, progress)
 
@@ -197,19 +214,18 @@ class Team:
             if member.watch is not None:
                 member.watch.begin()
         gate = threading.Barrier(len(members), timeout=self.ranks.deadline_s) if launches else None
-        jobs = self.ranks.submit(
-            lambda rank: self._begin(members[rank], function, rendezvous, gate)
-        )
+        jobs = self.ranks.jobs(lambda rank: self._begin(members[rank], function, rendezvous, gate))
         communicators = self._communicators
         if rendezvous is not None and communicators is not None:
-            serve = partial(rendezvous.serve, communicators, members)
-            jobs.append(self.ranks.coordinator.submit(serve))
-        run = JointRun(self.ranks, members, communicators, jobs, rendezvous, abort, progress)
+            jobs.append(Job(partial(rendezvous.serve, communicators, members)))
+        run = JointRun(self.ranks, members, communicators, jobs, rendezvous, gate, abort, progress)
         self._running = run
         try:
+            self.ranks.queue(jobs)
             error = self.ranks.join(jobs, on_stop=run.stop, progress=run.moved)
         except BaseException:
-            self._recover(jobs)
+            persist(run.end)  # a second Ctrl-C must not leave ranks half stopped
+            persist(partial(self._recover, jobs))
             raise
         finally:
             self._running = None
@@ -244,7 +260,10 @@ class Team:
         if gate is None:
             return self._guarded(member, function, rendezvous, TrlowError)
         with self.platform.issuing():
-            gate.wait()
+            try:
+                gate.wait()
+            except threading.BrokenBarrierError:
+                raise PeerFailedError("a rank never began") from None
             return self._guarded(member, function, rendezvous, RankError)
 
     def _guarded(
@@ -319,7 +338,9 @@ class Team:
         if run is not None:
             run.stopped_by = "close()"
             run.stop()
-        with self._turn:
+        self._turn.check()
+        with self._turn.lock:
+            self._turn.taken()
             try:
                 self._closing.run()
             except Exception:

@@ -8,7 +8,7 @@ progress function) could wait for itself and is refused.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from trlow.errors import UsageError
 
@@ -17,36 +17,31 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """A context manager that holds the turn. ``insiders`` are the ranks' and coordinator's threads.
+    """``check()``, then ``with turn.lock:`` and ``taken()`` first in its body.
 
-    Raises ``UsageError`` where waiting would be waiting for oneself.
+    The lock itself is the context manager: its release is one C call, which Ctrl-C cannot split.
+    ``insiders`` are the ranks' and the coordinator's threads.
     """
 
     def __init__(self, insiders: Collection[int]) -> None:
+        self.lock = threading.Lock()
         self._insiders = frozenset(insiders)
-        self._lock = threading.Lock()
         self._holder: int | None = None
 
+    def taken(self) -> None:
+        """The calling thread holds the lock."""
+        self._holder = threading.get_ident()
+
     def check(self) -> None:
-        """Raise ``UsageError`` on a thread that must not ask for the turn."""
+        """Raise ``UsageError`` on a thread that would wait for itself."""
         me = threading.get_ident()
         if me in self._insiders:
             raise UsageError(
                 "called on a rank's own thread (a fill or a callback), which cannot wait for "
                 "itself; there only copies to and from that rank's own arena are possible"
             )
-        if self._holder == me:
+        if self.lock.locked() and self._holder == me:
             raise UsageError(
                 "called from inside another call of the same runtime (a progress function); "
                 "call it when that has returned"
             )
-
-    def __enter__(self) -> Self:
-        self.check()
-        self._lock.acquire()
-        self._holder = threading.get_ident()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._holder = None
-        self._lock.release()
