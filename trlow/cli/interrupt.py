@@ -26,6 +26,9 @@ def ignore_more() -> None:
     """Let a second Ctrl-C do nothing: the process ends already, and in order."""
     if is_own_process(sys.argv[0]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # CPython remembers an interrupt inside exec() of text, as dataclasses have it, and would
+        # end the process by the signal although it was caught; the next exec() forgets it.
+        exec("")  # noqa: S102
 
 
 def _say(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
