@@ -8,6 +8,7 @@ rank's own thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -102,8 +103,16 @@ class Crew:
         def begin(lane: Lane) -> T:
             with self.platform.issuing():
                 gate.wait()
-                return function(lane)
+                try:
+                    return function(lane)
+                except BaseException:
+                    # Noted before its peers can know: theirs is not the first error.
+                    status = self.ranks.statuses[self.lanes.index(lane)]
+                    status.failed_at = time.monotonic()
+                    raise
 
+        for status in self.ranks.statuses:
+            status.clear()
         jobs = [lane.worker.submit(_bound(begin, lane)) for lane in self.lanes]
         self._finish(jobs, self.links.abort)
         return [job.result for job in jobs]
