@@ -17,17 +17,18 @@ from trlow import capture as capturing
 from trlow import warmup
 from trlow.arena import check_memory, check_ranges, check_window
 from trlow.device import Platform
-from trlow.enqueue import enqueue_phase, groups_of
+from trlow.eager import run_eagerly
+from trlow.enqueue import groups_of
 from trlow.errors import TrlowError, UsageError
 from trlow.range_op import FeedCopy
-from trlow.replay import RUN_AHEAD, Replay, check_steps, load_slot, prepare_rank
+from trlow.replay import RUN_AHEAD, Replay, check_steps, prepare_rank
 from trlow.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trlow.arena import Arena
-    from trlow.enqueue import Rank, Rendezvous
+    from trlow.enqueue import Rank
     from trlow.feed import FeedSlot
     from trlow.plan import MemoryPlan
     from trlow.program import Program
@@ -243,13 +244,7 @@ class Runtime:
         if fill is not None and not slots[0]:
             message = f"{program.name!r} has no input to fill; it copies from no slot"
             raise UsageError(message)
-        team = self._team
-        for step in range(steps):
-            if fill is not None:
-                team.together(partial(_fill_eagerly, slots, fill, step, steps))
-            stages = program.phases[step % len(program.phases)]
-            rendezvous = team.rendezvous(groups_of(stages, self.world_size))
-            team.together(partial(_step_eagerly, program, step, rendezvous), rendezvous=rendezvous)
+        run_eagerly(self._team, program, steps, slots, fill)
 
     # -- for what is built on a runtime
 
@@ -306,24 +301,6 @@ class Runtime:
 
 def _close_graphs(graphs: Sequence[capturing.Graphs], rank: Rank) -> None:
     graphs[rank.index].close(rank)
-
-
-def _fill_eagerly(
-    slots: Sequence[tuple[FeedSlot, ...]], fill: Fill, step: int, steps: int, rank: Rank
-) -> None:
-    """As the loop does: before the first step its own inputs, before each the following ones."""
-    mine = slots[rank.index]
-    rank.status.step, rank.status.stage = step, "fill of the next step"
-    if step == 0:
-        load_slot(rank, mine[0], fill, 0)
-    if step + 1 < steps:
-        fill(rank.index, step + 1, mine[(step + 1) % len(mine)])
-
-
-def _step_eagerly(program: Program, step: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
-    rank.status.step = step
-    enqueue_phase(rank, program, step % len(program.phases), rendezvous)
-    rank.streams.synchronize()
 
 
 def _warn_forgotten(workers: Sequence[Worker]) -> None:

@@ -48,6 +48,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("capture", "warmup", "incident"),
     ("replay", "opening", "joint", "turn", "closing"),
     ("team",),
+    ("eager",),
     ("runtime",),
     # above both
     ("nn",),
@@ -90,7 +91,18 @@ PURE_EXTRA = {"dtype": {"numpy"}, "settings": {"os", "pathlib"}}
 # program becomes calls, graphs and launches from enqueue to replay; team and runtime compose them.
 # All other foreign modules know neither.
 MEETING_POINTS = frozenset(
-    {"arena", "feed", "enqueue", "capture", "warmup", "opening", "replay", "team", "runtime"}
+    {
+        "arena",
+        "feed",
+        "enqueue",
+        "capture",
+        "warmup",
+        "opening",
+        "replay",
+        "team",
+        "eager",
+        "runtime",
+    }
 )
 PLAN_AND_PROGRAM = PURE - {"errors", "dtype", "settings"}
 
