@@ -292,16 +292,16 @@ def test_two_threads_take_turns_on_one_runtime(runtime, small):
 
 
 def test_a_rank_that_is_late_for_a_collective_is_said_so(small):
-    settings = trlow.Settings(device="host", gpus="0-3", host_devices=4, deadline_s=0.5)
+    settings = trlow.Settings(device="host", gpus="0-3", host_devices=4, deadline_s=2.0)
     calls = []
 
     def callback(rank, stream):
         calls.append(rank)
         if rank == 1 and calls.count(1) == 2:
-            time.sleep(1.5)
+            time.sleep(5.0)
 
     with trlow.Runtime(settings, small.plan) as runtime:
-        with pytest.raises(TrlowError, match=r"within 0\.5 s|no progress for 0\.5 s"):
+        with pytest.raises(TrlowError, match="within 2 s|no progress for 2 s"):
             runtime.capture(callback_program(small, callback))
         assert works(runtime, small)
 
