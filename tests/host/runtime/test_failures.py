@@ -301,7 +301,7 @@ def test_a_rank_that_is_late_for_a_collective_is_said_so(small):
             time.sleep(5.0)
 
     with trlow.Runtime(settings, small.plan) as runtime:
-        with pytest.raises(TrlowError, match="within 2 s|no progress for 2 s"):
+        with pytest.raises(TrlowError, match=r"within 2 s|no progress for 2 s"):
             runtime.capture(callback_program(small, callback))
         assert works(runtime, small)
 
