@@ -34,12 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return  # tests/gpu runs on the host device, which has as many devices as one asks for
     there = gpu_count()
     for item in items:
-        marker = item.get_closest_marker("gpu")
-        if marker is None:
-            continue
-        needed = marker.args[0] if marker.args else marker.kwargs.get("n", 1)
+        needed = gpus_needed(item)
         if there < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, there are {there}"))
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    """The most that any of its marks asks for: of the file, the function or one parameter."""
+    marks = item.iter_markers("gpu")
+    return max((mark.args[0] if mark.args else mark.kwargs.get("n", 1) for mark in marks), default=0)
 
 
 # ---------------------------------------------------- timeouts where pytest-timeout is missing
