@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpus_needed(item: pytest.Item) -> int:
     """The most that any of its marks asks for: of the file, the function or one parameter."""
     marks = item.iter_markers("gpu")
-    return max((mark.args[0] if mark.args else mark.kwargs.get("n", 1) for mark in marks), default=0)
+    counts = (mark.args[0] if mark.args else mark.kwargs.get("n", 1) for mark in marks)
+    return max(counts, default=0)
 
 
 # ---------------------------------------------------- timeouts where pytest-timeout is missing
