@@ -213,6 +213,12 @@ class Ranks:
             return self.first_failure(jobs)
         return RankError(reason, rank=None, step=None, stage=None, peers=peers)
 
+    def finish(self, jobs: Sequence[Job]) -> None:
+        """Wait as ``join`` does, with nothing to stop; raises what it returns."""
+        error = self.join(jobs, on_stop=lambda: None)
+        if error is not None:
+            raise error
+
     def _watch(
         self, jobs: Sequence[Job], limit_s: float, progress: Callable[[], object] | None
     ) -> str | None:

@@ -16,19 +16,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trlow.closing import Closing
-from trlow.communicator import Communicators
+from trlow.connection import Connection
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
 from trlow.errors import ForeignError, RankError, TrlowError, UsageError
 from trlow.incident import rank_error
 from trlow.joint import JointRun, persist
 from trlow.opening import Opening
-from trlow.ranks import GRACE_S, Job, PeerFailedError, Ranks
+from trlow.ranks import Job, PeerFailedError, Ranks
 from trlow.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from trlow.arena import Arena
+    from trlow.communicator import Communicators
     from trlow.device import Platform
     from trlow.enqueue import Group
     from trlow.plan import MemoryPlan
@@ -65,15 +67,14 @@ class Team:
         self.plan = plan
         self.ranks = Ranks(devices, deadline_s)
         self.members: list[Rank] = []
-        self.generation = 0  # counts the communicators made so far
         self._destroy_graphs = destroy_graphs
-        self._communicators: Communicators | None = None
+        self._connection = Connection(platform, self.ranks, window=window)
         self._stacks = [ExitStack() for _ in devices]
         self._dead: str | None = None
         self._closed = False
         self._turn = Turn([ident for _, ident in self.ranks.threads])
         self._closing = Closing(
-            self.ranks, (self._release_graphs, self._release_communicators, self._release_ranks)
+            self.ranks, (self._release_graphs, self._connection.release, self._release_ranks)
         )
         self._running: JointRun | None = None
         self._leaving = False
@@ -81,9 +82,9 @@ class Team:
 
     def open(self) -> None:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
-        self._connect()
+        self._connection.connect(())
         self.members = self._run(self._open_rank)
-        self._register()
+        self._connection.register(self._arenas)
 
     def connect(self) -> None:
         """Make communicators if there are several ranks and none yet. On the coordinator."""
@@ -91,38 +92,20 @@ class Team:
         with self._turn.lock:
             self._turn.taken()
             self.check_usable()
-            self._connect()
+            self._connection.connect(self._arenas)
 
-    def _connect(self) -> None:
-        if len(self.ranks) == 1 or self._communicators is not None:
-            return
-        job = self.ranks.coordinator.submit(
-            lambda: Communicators(self.platform, self.ranks.devices)
-        )
-        try:
-            self._finish([job])
-        except BaseException:  # they may come into being later: then nobody wants them
-            self.ranks.coordinator.submit(lambda: job.result and job.result.close())
-            raise
-        self._communicators = job.result
-        self.generation += 1
-        if self.members:
-            self._register()
+    @property
+    def generation(self) -> int:
+        """How many sets of communicators were made so far."""
+        return self._connection.generation
 
-    def _register(self) -> None:
-        """Make the arenas a window, where that was asked for. On the coordinator."""
-        communicators = self._communicators
-        if not self._window or communicators is None:
-            return
-        arenas = [member.arena for member in self.members]
-        bases, nbytes = [arena.base for arena in arenas], arenas[0].nbytes
-        try:
-            register = partial(communicators.register, bases, nbytes)
-            self._finish([self.ranks.coordinator.submit(register)])
-        except BaseException:
-            self._communicators = None  # without the window they are not what was asked for
-            self.ranks.settle([self.ranks.coordinator.submit(communicators.close)])
-            raise
+    @property
+    def _communicators(self) -> Communicators | None:
+        return self._connection.communicators
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        return [member.arena for member in self.members]
 
     def _open_rank(self, rank: int) -> Rank:
         """What one rank owns, on its own thread; the stack closes it in the right order."""
@@ -142,13 +125,13 @@ class Team:
             self._turn.taken()
             self.check_usable()
             job = worker.submit(self._located(lambda _: function(), self._rank_of(worker)))
-            self._finish([job])
+            self.ranks.finish([job])
             return job.result
 
     def _run(self, function: Callable[[int], Any]) -> list[Any]:
         """``function(rank)`` on every rank's thread; no collective involved."""
         jobs = self.ranks.submit(lambda rank: self._located(function, rank)())
-        self._finish(jobs)
+        self.ranks.finish(jobs)
         return [job.result for job in jobs]
 
     def _located(self, function: Callable[[int], Any], rank: int) -> Callable[[], Any]:
@@ -164,11 +147,6 @@ class Team:
 
     def _rank_of(self, worker: Worker) -> int:
         return self.ranks.workers.index(worker)
-
-    def _finish(self, jobs: Sequence[Job]) -> None:
-        error = self.ranks.join(jobs, on_stop=lambda: None)
-        if error is not None:
-            raise error
 
     def rendezvous(self, groups: Sequence[Group], *, capturing: bool = False) -> Rendezvous | None:
         """A meeting place for ``groups``; None for a single rank, which never meets anybody."""
@@ -295,12 +273,10 @@ class Team:
         if not all(job.done for job in jobs):
             self._dead = "a rank did not come back after an abort"
             return
-        communicators = self._communicators
-        if communicators is None or not communicators.aborting:
+        if not self._connection.aborting:
             return
         settled = self.ranks.settle(self.ranks.submit(self._settle_rank))
-        failure = communicators.join_abort(GRACE_S)
-        self._communicators = None
+        failure = self._connection.join_abort()
         if failure is not None or not settled:
             self._dead = f"recovery failed: {failure or 'a stream did not drain'}"
 
@@ -352,10 +328,6 @@ class Team:
         if not self.members:
             return []
         return self.ranks.submit(lambda rank: self._destroy_graphs(self.members[rank]))
-
-    def _release_communicators(self) -> list[Job]:
-        communicators = self._communicators
-        return [] if communicators is None else [self.ranks.coordinator.submit(communicators.close)]
 
     def _release_ranks(self) -> list[Job]:
         return self.ranks.submit(lambda rank: self._stacks[rank].close())

@@ -46,7 +46,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("marks",),
     ("enqueue",),
     ("capture", "warmup", "incident"),
-    ("replay", "opening", "joint", "turn", "closing"),
+    ("replay", "opening", "joint", "turn", "closing", "connection"),
     ("team",),
     ("eager",),
     ("runtime",),

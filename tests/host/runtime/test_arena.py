@@ -92,7 +92,7 @@ def test_a_shortage_behind_the_communicators_names_rank_wanted_and_free(
                 platform.cudart.cudaMalloc(byref(pointer), (1 << 20) - 4096)
             taken.append(pointer)
 
-    monkeypatch.setattr("trlow.team.Communicators", Greedy)
+    monkeypatch.setattr("trlow.connection.Communicators", Greedy)
     with pytest.raises(PlanError) as caught:
         trlow.Runtime(settings, small.plan, platform=small_platform)
     assert (
