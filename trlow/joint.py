@@ -1,26 +1,67 @@
-"""One function on all ranks at once: what is watched of it, and how all of it is stopped."""
+"""One function on all ranks at once: how each begins, what is watched, how all of it is stopped."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trlow.errors import RankError
-from trlow.incident import report
+from trlow.errors import ForeignError, RankError, TrlowError
+from trlow.incident import rank_error, report
 from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
 
     from trlow.communicator import Communicators
+    from trlow.device import Platform
     from trlow.enqueue import Rank, Rendezvous
     from trlow.ranks import Job, Ranks
 
 DRAW_S = 0.5  # between two calls of a caller's progress function
 PATIENCE = 20  # how often Ctrl-C is put off while ranks are stopped
 BACK_S = 1.0  # how long ranks may take to come back by themselves before an abort
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What every rank's part of a joint run has in common; each runs it on its own thread."""
+
+    platform: Platform
+    ranks: Ranks
+    communicators: Communicators | None
+    rendezvous: Rendezvous | None
+    gate: threading.Barrier | None  # where ranks wait until all have begun
+
+    def run(self, member: Rank, function: Callable[[Rank], Any]) -> Any:
+        """``function(member)``; with a gate, declared as issuing and not before all ranks are."""
+        if self.gate is None:
+            return self._guarded(member, function, TrlowError)
+        with self.platform.issuing():
+            try:
+                self.gate.wait()
+            except threading.BrokenBarrierError:
+                raise PeerFailedError("a rank never began") from None
+            return self._guarded(member, function, RankError)
+
+    def _guarded(
+        self, member: Rank, function: Callable[[Rank], Any], known: type[TrlowError]
+    ) -> Any:
+        """A failure is told to the peers and says rank, step and stage.
+
+        Errors of the ``known`` kind speak for themselves. In a loop of steps that is ``RankError``
+        alone: whatever a fill raises is told with the step.
+        """
+        try:
+            return function(member)
+        except BaseException as error:
+            member.status.failed_at = time.monotonic()
+            if self.rendezvous is not None:
+                self.rendezvous.stop()
+            if isinstance(error, (PeerFailedError, known)) and not isinstance(error, ForeignError):
+                raise
+            raise rank_error(self.ranks, member, error, self.communicators) from error
 
 
 @dataclass(slots=True)
@@ -32,7 +73,7 @@ class JointRun:
     communicators: Communicators | None
     jobs: list[Job]
     rendezvous: Rendezvous | None
-    gate: threading.Barrier | None  # where ranks wait until all have begun
+    gate: threading.Barrier | None
     abort: bool  # at once, or only where ranks do not come back by themselves
     progress: Callable[[int], None] | None
     report: str = ""  # where everybody stood when it was stopped

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -19,11 +18,10 @@ from trlow.closing import Closing
 from trlow.connection import Connection
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
-from trlow.errors import ForeignError, RankError, TrlowError, UsageError
-from trlow.incident import rank_error
-from trlow.joint import JointRun, persist
+from trlow.errors import ForeignError, RankError, UsageError
+from trlow.joint import JointRun, Part, persist
 from trlow.opening import Opening
-from trlow.ranks import Job, PeerFailedError, Ranks
+from trlow.ranks import Job, Ranks
 from trlow.turn import Turn
 
 if TYPE_CHECKING:
@@ -192,8 +190,9 @@ class Team:
             if member.watch is not None:
                 member.watch.begin()
         gate = threading.Barrier(len(members), timeout=self.ranks.deadline_s) if launches else None
-        jobs = self.ranks.jobs(lambda rank: self._begin(members[rank], function, rendezvous, gate))
         communicators = self._communicators
+        part = Part(self.platform, self.ranks, communicators, rendezvous, gate)
+        jobs = self.ranks.jobs(lambda rank: part.run(members[rank], function))
         if rendezvous is not None and communicators is not None:
             jobs.append(Job(partial(rendezvous.serve, communicators, members)))
         run = JointRun(self.ranks, members, communicators, jobs, rendezvous, gate, abort, progress)
@@ -226,45 +225,6 @@ class Team:
         run.stop()
         self.ranks.settle(run.jobs)
         self._recover(run.jobs)
-
-    def _begin(
-        self,
-        member: Rank,
-        function: Callable[[Rank], Any],
-        rendezvous: Rendezvous | None,
-        gate: threading.Barrier | None,
-    ) -> Any:
-        """Run on one rank; with a gate, declared as issuing and not before all ranks are."""
-        if gate is None:
-            return self._guarded(member, function, rendezvous, TrlowError)
-        with self.platform.issuing():
-            try:
-                gate.wait()
-            except threading.BrokenBarrierError:
-                raise PeerFailedError("a rank never began") from None
-            return self._guarded(member, function, rendezvous, RankError)
-
-    def _guarded(
-        self,
-        member: Rank,
-        function: Callable[[Rank], Any],
-        rendezvous: Rendezvous | None,
-        known: type[TrlowError],
-    ) -> Any:
-        """Run on one rank; a failure is told to the peers and says rank, step and stage.
-
-        Errors of the ``known`` kind speak for themselves. In a loop of steps that is ``RankError``
-        alone: whatever a fill raises is told with the step.
-        """
-        try:
-            return function(member)
-        except BaseException as error:
-            member.status.failed_at = time.monotonic()
-            if rendezvous is not None:
-                rendezvous.stop()
-            if isinstance(error, (PeerFailedError, known)) and not isinstance(error, ForeignError):
-                raise
-            raise rank_error(self.ranks, member, error, self._communicators) from error
 
     # -- after a failure
 
