@@ -3,21 +3,25 @@
 The C prototypes that it implements are taken from `trlow/binding/*.py`, by parsing, not importing:
 nothing of trlow has to be installed. A definition that differs from its prototype does not compile.
 Each kernel source is compiled twice, as one vectorised thread and as blocks of fibers. Objects are
-kept in `build/native`, named by a hash of everything that went into them.
+kept in `build/native`, named by a hash of everything that went into them; one build at a time
+works in that folder, and another waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +34,7 @@ SANITIZERS = {
     "thread": ("-fsanitize=thread", "-O1"),
 }
 WARNED = ".warned"
+WAIT_S = 600.0  # for another build in the same folder; one takes a minute or two
 # An exported function without a prototype is an error.
 HOST = ("-Wmissing-declarations", "-Werror=missing-declarations")
 KERNEL = ("-fopenmp-simd",)  # `omp simd` pragmas only: no OpenMP runtime is linked
@@ -78,22 +83,53 @@ def build(
     if sanitize:
         work /= sanitize
     compiler = find_compiler()
-    work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    write_if_changed(work / "prototypes.h", prototypes_header())
-    extra = SANITIZERS[sanitize] if sanitize else ()
+    with alone_in(work):
+        write_if_changed(work / "prototypes.h", prototypes_header())
+        extra = SANITIZERS[sanitize] if sanitize else ()
+        objects = compile_all(compiler, extra, work)
+        if strict and any(item.suffixes[-2] == WARNED for item in objects):
+            raise BuildError("the compiler warned (see above); a strict build allows no warning")
+        return link(objects, compiler, extra, out / NAME, work)
+
+
+@contextmanager
+def alone_in(work: Path) -> Iterator[None]:
+    """Hold the folder of the objects: a build removes those that another one may be linking.
+
+    The system lets go of it when the process ends. Raises `BuildError` after `WAIT_S`.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + WAIT_S
+    with (work / "lock").open("a+", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    holder = file.read().strip() or "unknown"
+                    raise BuildError(
+                        f"process {holder} builds in {work} and holds {file.name} for more than "
+                        f"{WAIT_S:g} s; end it, or choose another folder with --build"
+                    ) from None
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def compile_all(compiler: list[str], extra: tuple[str, ...], work: Path) -> list[Path]:
+    """Compile every unit that changed; returns all objects."""
     headers = digest_of(
         [*ROOT.glob("native/host/*.h"), *ROOT.glob("native/kernels/*.h"), work / "prototypes.h"]
     )
     version = run([*compiler, "--version"]).stdout
     key = hashlib.sha256(f"{headers}{version}{compiler}{extra}".encode()).hexdigest()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(
-            pool.map(lambda unit: compile_unit(unit, compiler, extra, work, key), units())
-        )
-    if strict and any(item.suffixes[-2] == WARNED for item in objects):
-        raise BuildError("the compiler warned (see above), and a strict build allows no warning")
-    return link(objects, compiler, extra, out / NAME, work)
+        return list(pool.map(lambda unit: compile_unit(unit, compiler, extra, work, key), units()))
 
 
 def find_compiler() -> list[str]:

@@ -130,3 +130,55 @@ def test_a_strict_build_allows_no_warning_and_an_install_does(build, tmp_path, m
             build.build(tmp_path / "out", build_dir=tmp_path / "work", strict=True)
     assert not (tmp_path / "out" / build.NAME).exists()
     assert build.build(tmp_path / "out", build_dir=tmp_path / "work").exists()
+
+
+# Builds one small source, with a definition that makes its object another one than that of others,
+# and writes down when its own commands begin and end.
+SMALL_BUILD = """
+import importlib.util, pathlib, sys, time
+script, folder, name = sys.argv[1:]
+folder = pathlib.Path(folder)
+spec = importlib.util.spec_from_file_location("trlow_native_build", script)
+build = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+build.COMMON += (f"-DNAME_{name}",)
+build.units = lambda: [build.Unit(folder / "small.cpp", (), "host")]
+run = build.run
+
+def noted(command):
+    with (folder / "log").open("a") as log:
+        log.write(name + "\\n")
+    time.sleep(0.1)
+    return run(command)
+
+build.run = noted
+build.build(folder / name, build_dir=folder / "work", strict=True)
+"""
+
+
+def test_two_builds_in_one_folder_take_turns(build, tmp_path):
+    """Each removes what it takes for stale, which may be what the other one links."""
+    (tmp_path / "small.cpp").write_text("static_assert(true);\n")
+    names = ("first", "second")
+    builds = [
+        subprocess.Popen(
+            [sys.executable, "-c", SMALL_BUILD, SCRIPT, tmp_path, name],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100)[1] for process in builds]
+    assert ([process.returncode for process in builds], said) == ([0, 0], ["", ""])
+    assert all((tmp_path / name / build.NAME).exists() for name in names)
+    order = (tmp_path / "log").read_text().split()
+    assert order in ([*["first"] * 3, *["second"] * 3], [*["second"] * 3, *["first"] * 3])
+
+
+def test_a_build_that_waits_too_long_says_who_holds_the_folder(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "WAIT_S", 0.1)
+    work = tmp_path / "work"
+    with build.alone_in(work), pytest.raises(build.BuildError) as caught:
+        build.build(tmp_path / "out", build_dir=work)
+    assert f"process {os.getpid()} builds in {work}" in str(caught.value)
+    with build.alone_in(work):  # and it is let go of
+        pass
