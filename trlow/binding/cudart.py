@@ -11,6 +11,7 @@ is needed, driver.py has it under the driver's own name, which carries its versi
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from trlow.binding import clib
 from trlow.binding.clib import Interface, Library
@@ -201,6 +202,29 @@ cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t* pGraphNode, cudaGraph_t graph
 cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsigned int flags);
 """
 
+
+class PointerAttributes(ctypes.Structure):
+    """struct cudaPointerAttributes of CUDA 13; 12 writes the first 32 bytes of its 96."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("devicePointer", ctypes.c_void_p),
+        ("hostPointer", ctypes.c_void_p),
+        ("reserved", ctypes.c_long * 8),
+    )
+
+
+_CTYPES = read_types(TYPES, {"cudaPointerAttributes": PointerAttributes})
+
+cudaHostFn_t: Any = _CTYPES["cudaHostFn_t"]
+"""Makes a Python function one that cudaLaunchHostFunc takes; `cudaHostFn_t()` is the null pointer.
+
+Whoever enqueues it keeps the object alive until the work has ended and the graphs that captured it
+are destroyed. It runs on a thread of the library's, takes the interpreter lock there and must not
+call CUDA or NCCL. An exception in it goes to sys.unraisablehook, and the stream goes on.
+"""
+
 cudaError = read_enum(TYPES, "cudaError")
 cudaMemcpyKind = read_enum(TYPES, "cudaMemcpyKind")
 cudaStreamCaptureMode = read_enum(TYPES, "cudaStreamCaptureMode")
@@ -221,18 +245,6 @@ cudaHostRegisterPortable = 0x01
 
 NO_DEVICE = frozenset({35, 100})
 """What cudaGetDeviceCount returns without a driver and without a device: both mean "no GPU"."""
-
-
-class PointerAttributes(ctypes.Structure):
-    """struct cudaPointerAttributes of CUDA 13; 12 writes the first 32 bytes of its 96."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("devicePointer", ctypes.c_void_p),
-        ("hostPointer", ctypes.c_void_p),
-        ("reserved", ctypes.c_long * 8),
-    )
 
 
 def load(path: str | None = None) -> Library:
@@ -259,9 +271,7 @@ def _failure(library: Library, function: str, code: int) -> CudaError:
 INTERFACE = Interface(
     title="CUDA runtime",
     short="cudart",
-    prototypes=read_prototypes(
-        PROTOTYPES, read_types(TYPES, {"cudaPointerAttributes": PointerAttributes})
-    ),
+    prototypes=read_prototypes(PROTOTYPES, _CTYPES),
     status="cudaError_t",
     failure=_failure,
     version_function="cudaRuntimeGetVersion",
