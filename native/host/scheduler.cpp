@@ -170,7 +170,9 @@ static int execute(const Work& work) {
 
 static void run_task(Lock& lock, const Task& task) {
     State& s = state();
+    const bool calls_back = !task.instance && task.unit->work->kind == Kind::callback;
     ++s.running;
+    if (calls_back) ++s.in_callbacks;
     lock.unlock();
     int error = 0;
     if (task.instance) {
@@ -180,6 +182,7 @@ static void run_task(Lock& lock, const Task& task) {
     }
     lock.lock();
     --s.running;
+    if (calls_back) --s.in_callbacks;
     if (error != 0) {
         const Work& work = *task.unit->work;
         s.devices[static_cast<std::size_t>(work.device)].error = error;

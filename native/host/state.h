@@ -97,6 +97,7 @@ struct State {
     std::condition_variable work;
     std::mt19937_64 random;
     int started = 0, idle = 0, running = 0;
+    int in_callbacks = 0;  // of the running ones: workers in a host function
     Clock::time_point last_progress = Clock::now(), last_issue = Clock::now();
     std::vector<Waiter*> waiting;
     int issuers = 0, issuers_waiting = 0;

@@ -1,4 +1,6 @@
-// Blocking calls, and the proof that each of them ends: with the work, or with a report.
+// Blocking calls, and the proof that each of them ends: with the work, or with a report. A host
+// function may take as long as it likes, as on CUDA, so the time in which one runs is no time
+// without progress: who waits for one that never returns waits for ever.
 //
 // Invariant: State::waiting holds exactly the threads that block and whose wait is not over. A
 // thread whose wait is over counts as running, although it may not have woken up yet: it may
@@ -130,6 +132,7 @@ void check_stall() {
 
 static void check_progress() {
     State& s = state();
+    if (s.in_callbacks > 0) s.last_progress = Clock::now();
     if (s.waiting.empty() || Clock::now() - s.last_progress < s.timeout) return;
     const double seconds = static_cast<double>(s.timeout.count()) / 1000.0;
     std::string text = std::to_string(seconds);
