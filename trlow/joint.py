@@ -117,6 +117,8 @@ class JointRun:
         if self.progress is not None and time.monotonic() - self._drawn_at > DRAW_S:
             self._drawn_at = time.monotonic()
             self.progress(min(status.step or 0 for status in statuses))
+        if all(status.idle for status in statuses):
+            return time.monotonic()  # the caller's time, not the ranks'
         beats = [member.watch.value for member in self.members if member.watch is not None]
         return [*((status.step, status.stage, status.op) for status in statuses), *beats]
 

@@ -29,10 +29,11 @@ class PeerFailedError(Exception):
 class Status:
     """What one rank is doing, for error messages and for the progress watch.
 
-    The rank's own thread writes all but ``stop``, which tells it to begin no further step.
+    The rank's own thread writes all but ``stop``, which tells it to begin no further step. An
+    ``idle`` rank has finished everything, its device too, and waits for the caller.
     """
 
-    __slots__ = ("failed_at", "op", "stage", "step", "stop")
+    __slots__ = ("failed_at", "idle", "op", "stage", "step", "stop")
 
     def __init__(self) -> None:
         self.clear()
@@ -44,6 +45,7 @@ class Status:
         self.op: str | None = None
         self.failed_at: float | None = None  # on the monotonic clock, before peers can know
         self.stop = False
+        self.idle = False
 
     def __str__(self) -> str:
         if self.step is None and self.stage is None:

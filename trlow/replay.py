@@ -73,9 +73,30 @@ class RankReplay:
         """Replay ``steps`` steps and wait for the last two. Runs on the rank's own thread."""
         self._loop(steps, fill, first_step)
         self.rank.status.stage = "end of run"
+        self.drain(steps)
+
+    def drain(self, steps: int) -> None:
+        """Wait for the last of ``steps`` steps."""
         for parity in range(min(steps, RUN_AHEAD)):
-            for event, _ in self.ends[parity]:
-                self.rank.platform.cudart.cudaEventSynchronize(event)
+            self.wait(parity)
+
+    def wait(self, parity: int) -> None:
+        """Wait for the newest step of this parity."""
+        for event, _ in self.ends[parity]:
+            self.rank.platform.cudart.cudaEventSynchronize(event)
+
+    def launch(self, step: int) -> None:
+        """Launch one step, the ``step``-th since the run began, and mark its end."""
+        cudart, status = self.rank.platform.cudart, self.rank.status
+        for item in self.phases[step % len(self.phases)]:
+            status.stage = item.name
+            for event in item.waits:
+                cudart.cudaStreamWaitEvent(item.stream, event, 0)
+            cudart.cudaGraphLaunch(item.executable, item.stream)
+            if item.record is not None:
+                cudart.cudaEventRecord(item.record, item.stream)
+        for event, stream in self.ends[step % RUN_AHEAD]:
+            cudart.cudaEventRecord(event, stream)
 
     def prologue(self, fill: Fill, first_step: int) -> None:
         """Load the first batch; every later one is loaded by the step before it."""
@@ -224,6 +245,24 @@ class Replay:
         self._prepared = tuple(prepared)
         self._together: Together | None = together
 
+    def __len__(self) -> int:
+        """The number of ranks."""
+        return len(self._prepared)
+
+    def prepared(self, rank: int) -> RankReplay:
+        """What ``rank`` launches."""
+        return self._prepared[rank]
+
+    def together(self, function: Callable[[Rank], Any], **how: Any) -> list[Any]:
+        """``Team.together``. Raises ``UsageError`` for a replay that is closed."""
+        return self._open()(function, **how)
+
+    def _open(self) -> Together:
+        if self._together is None:
+            message = f"the replay of {self.program.name!r} is closed; capture the program again"
+            raise UsageError(message)
+        return self._together
+
     @property
     def graphs_per_rank(self) -> int:
         """How many distinct executable graphs one rank launches."""
@@ -259,25 +298,23 @@ class Replay:
         after it all communicators are new and every replay of the runtime is closed.
         """
         check_steps(steps)
-        if self._together is None:
-            message = f"the replay of {self.program.name!r} is closed; capture the program again"
-            raise UsageError(message)
+        together = self._open()
         prepared = self._prepared
         if fill is not None and not prepared[0].slots:
             message = f"{self.program.name!r} has no input to fill; it copies from no slot"
             raise UsageError(message)
         if steps and fill is not None:
-            self._together(lambda rank: prepared[rank.index].prologue(fill, first_step))
+            together(lambda rank: prepared[rank.index].prologue(fill, first_step))
 
         def loop(rank: Rank) -> int:
             prepared[rank.index].run(steps, fill, first_step)
             return threading.get_ident()
 
         if not audit:
-            self._together(loop, launches=True, progress=progress)
+            together(loop, launches=True, progress=progress)
             return
         with counting() as counted:
-            threads = self._together(loop, launches=True, progress=progress)
+            threads = together(loop, launches=True, progress=progress)
         self.calls.add(steps, counted, set(threads))
 
     def detach(self) -> None:

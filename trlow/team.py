@@ -159,6 +159,7 @@ class Team:
         rendezvous: Rendezvous | None = None,
         abort: bool = True,
         launches: bool = False,
+        lasting: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[Any]:
         """``function(rank)`` on every rank's thread, the coordinator serving ``rendezvous``.
@@ -167,13 +168,18 @@ class Team:
         are declared as issuing. ``progress(step)`` is called here, on the waiting thread, at most
         twice a second, with the step that the slowest rank is at. A failure stops every rank: with
         ``abort`` all communicators are aborted and all graphs destroyed, without it only when ranks
-        do not come back by themselves.
+        do not come back by themselves. A ``lasting`` run goes on for as long as its caller likes;
+        other calls of the runtime are refused meanwhile.
         """
         self._turn.check()
         with self._turn.lock:
             self._turn.taken()
             self.check_usable()
-            return self._joint(function, rendezvous, abort, launches, progress)
+            self._turn.lasting = lasting
+            try:
+                return self._joint(function, rendezvous, abort, launches, progress)
+            finally:
+                self._turn.lasting = False
 
     def _joint(
         self,
@@ -269,12 +275,12 @@ class Team:
         if self._closed or self.dead or forked():
             self._closed = True
             return
-        self._turn.check()
+        self._turn.check(closing=True)
         run = self._running
         if run is not None:
             run.stopped_by = "close()"
             run.stop()
-        self._turn.check()
+        self._turn.check(closing=True)
         with self._turn.lock:
             self._turn.taken()
             try:

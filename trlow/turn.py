@@ -27,18 +27,24 @@ class Turn:
         self.lock = threading.Lock()
         self._insiders = frozenset(insiders)
         self._holder: int | None = None
+        self.lasting = False  # held for as long as a caller likes, so nobody may wait for it
 
     def taken(self) -> None:
         """The calling thread holds the lock."""
         self._holder = threading.get_ident()
 
-    def check(self) -> None:
-        """Raise ``UsageError`` on a thread that would wait for itself."""
+    def check(self, *, closing: bool = False) -> None:
+        """Raise ``UsageError`` where waiting could have no end; ``closing`` stops what lasts."""
         me = threading.get_ident()
         if me in self._insiders:
             raise UsageError(
                 "called on a rank's own thread (a fill or a callback), which cannot wait for "
                 "itself; there only copies to and from that rank's own arena are possible"
+            )
+        if self.lasting and not closing:
+            raise UsageError(
+                "a stepper has the runtime: its steps come one by one whenever the caller likes; "
+                "end() it first"
             )
         if self.lock.locked() and self._holder == me:
             raise UsageError(

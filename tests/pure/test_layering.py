@@ -47,7 +47,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("enqueue",),
     ("capture", "warmup", "incident"),
     ("replay", "opening", "joint", "turn", "closing", "connection"),
-    ("team",),
+    ("team", "stepping"),
     ("eager",),
     ("runtime",),
     # above both
@@ -96,6 +96,7 @@ MEETING_POINTS = frozenset(
         "feed",
         "enqueue",
         "capture",
+        "stepping",
         "warmup",
         "opening",
         "replay",

@@ -1,0 +1,277 @@
+"""One replayed step for each call: for a caller who brings the batches and reads the results.
+
+``Replay.run`` replays a known number of steps and drains. A ``Stepper`` keeps one such run open on
+the ranks' own threads: ``step(payload)`` hands every rank one more step and returns, at most
+``RUN_AHEAD`` launches before the device. While it is open the runtime is taken; ``end`` gives it
+back, and the next ``step`` opens it again.
+
+A caller may think for as long as it likes: ranks whose devices have finished everything are idle
+and no deadline runs. From the moment that a step is handed out it does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from trlow.device import Pinned
+from trlow.errors import UsageError
+from trlow.program import Stream
+from trlow.ranks import GRACE_S, POLL_S, PeerFailedError
+from trlow.replay import RUN_AHEAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from trlow.enqueue import Rank
+    from trlow.plan import Range
+    from trlow.replay import RankReplay, Replay
+
+Entry: TypeAlias = "SimpleQueue[tuple[int, Any] | None]"  # steps with their payloads, then the end
+
+RESULTS = 64  # steps whose results are kept where the device can write them
+FIRST_LOOK_S = 20e-6  # between two looks for a result, doubled up to POLL_S
+DEVICE_TO_HOST = 2  # cudaMemcpyKind
+
+
+class Result:
+    """What one step left in the stepper's result range, as rank 0 has it."""
+
+    def __init__(self, stepper: Stepper, step: int) -> None:
+        self.step = step
+        self._stepper: Stepper | None = stepper
+        self._values: NDArray[Any] | None = None
+
+    def values(self) -> NDArray[Any]:
+        """The elements, flat; waits for the step. Raises what has become of it if it failed."""
+        stepper = self._stepper
+        if self._values is None and stepper is not None:
+            self.take(stepper.read(self.step))
+        assert self._values is not None
+        return self._values
+
+    def take(self, values: NDArray[Any]) -> None:
+        """Keep them, and let go of the stepper."""
+        self._values, self._stepper = values, None
+
+
+class Stepper:
+    """Steps of one replay, one for each call. Used by one thread.
+
+    ``before(rank, step, payload)`` runs on each rank's own thread ahead of the launch: it enqueues
+    what the step needs (copies of the batch, say) on that rank's UPDATE stream, behind which the
+    graph is launched. Two steps later its payload is let go.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        before: Callable[[Rank, int, Any], None],
+        result: Range | None = None,
+    ) -> None:
+        """``result`` is copied to pinned memory behind every step. Makes everything a step needs.
+
+        Raises ``UsageError`` for a replay that is closed.
+        """
+        self.replay = replay
+        self.next_step = 0
+        self._before = before
+        self._result = result
+        self._slots: list[tuple[int, NDArray[Any], int]] = []  # address, its elements, event
+        self._results: deque[Result] = deque()
+        self._pinned: Pinned | None = None
+        self._entry: Entry = SimpleQueue()
+        self._launched = [0] * len(replay)  # steps, by rank; each writes its own
+        self._moved = threading.Event()  # set by every launch
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if result is not None:
+            replay.together(lambda rank: self._prepare(rank, result) if rank.index == 0 else None)
+
+    def _prepare(self, rank: Rank, result: Range) -> None:
+        """Pinned slots and an event for each, on rank 0's thread."""
+        nbytes = -(-result.nbytes // 64) * 64
+        self._pinned = Pinned(rank.platform, RESULTS * nbytes)
+        for slot in range(RESULTS):
+            bytes_ = self._pinned.bytes[slot * nbytes : slot * nbytes + result.nbytes]
+            values = np.frombuffer(bytes_, result.dtype.numpy)
+            event = rank.events["result", id(self), slot]
+            self._slots.append((self._pinned.address + slot * nbytes, values, event))
+        self._query = rank.platform.cudart.cudaEventQuery
+
+    # -- the caller's side
+
+    def step(self, payload: Any) -> Result:
+        """Hand one step to every rank. Returns once at most ``RUN_AHEAD`` are not launched.
+
+        Raises what a rank raised in this step or one before; afterwards the replay is closed.
+        """
+        self._check()
+        opening = self._thread is None
+        if opening:
+            self._open()
+        step = self.next_step
+        result = Result(self, step)
+        if self._result is not None:
+            if len(self._results) == RESULTS:
+                oldest = self._results.popleft()
+                oldest.values()
+            self._results.append(result)
+        self._entry.put((step, payload))  # to rank 0, which tells the others: one step or none
+        self.next_step = step + 1
+        # The first launch proves that the run has the runtime: whoever calls it now is refused.
+        self._await_launch(step + 1 if opening else step + 1 - RUN_AHEAD)
+        return result
+
+    def read(self, step: int) -> NDArray[Any]:
+        """The result of ``step``, which is at most ``RESULTS`` back; waits for it."""
+        self._await_launch(step + 1)
+        _, values, event = self._slots[step % RESULTS]
+        pause = FIRST_LOOK_S
+        while self._query(event):
+            self._check()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+        return values.copy()
+
+    def _await_launch(self, steps: int) -> None:
+        """Until every rank has launched ``steps`` steps. The run's own deadline bounds it."""
+        while min(self._launched) < steps:
+            self._moved.clear()
+            if min(self._launched) < steps and not self._moved.wait(POLL_S):
+                self._check()
+
+    def _check(self) -> None:
+        """Raise what has ended the run."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            self._forget()
+            raise error
+        if self.replay.closed:
+            message = f"the replay of {self.replay.program.name!r} is closed; capture it again"
+            raise UsageError(message)
+
+    def _open(self) -> None:
+        self._entry = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="trlow-steps", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait for every step that was handed out and give the runtime back.
+
+        Raises what a rank raised; a second call does nothing.
+        """
+        thread = self._thread
+        if thread is None:
+            self._check_error()
+            return
+        self._entry.put(None)
+        while thread.is_alive():
+            thread.join(POLL_S)  # the run's own deadline ends it
+        self._thread = None
+        if self._error is None and self._pinned is not None:
+            for result in self._results:
+                result.values()
+            self._results.clear()
+        self._check_error()
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            self._check()
+
+    def _forget(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(GRACE_S)
+        self._results.clear()
+
+    def close(self) -> None:
+        """Give the pinned memory back, also where the runtime is closed. Nothing may be running."""
+        self._slots.clear()
+        if self._pinned is not None:
+            pinned, self._pinned = self._pinned, None
+            pinned.close()
+
+    # -- the ranks' side
+
+    def _run(self) -> None:
+        """The whole run, on a thread of its own: it waits for the ranks with their deadline."""
+        entries: list[Entry] = [self._entry, *(SimpleQueue() for _ in range(len(self.replay) - 1))]
+
+        def loop(rank: Rank) -> None:
+            self._serve(rank, self.replay.prepared(rank.index), entries)
+
+        try:
+            self.replay.together(loop, launches=True, lasting=True)
+        except BaseException as error:  # noqa: BLE001  kept for the caller's thread to raise
+            self._error = error
+
+    def _serve(self, rank: Rank, mine: RankReplay, entries: list[Entry]) -> None:
+        status, entry = rank.status, entries[rank.index]
+        followers = entries[1:] if rank.index == 0 else ()
+        kept: deque[Any] = deque(maxlen=RUN_AHEAD)
+        steps = 0
+        while True:
+            item = self._next(rank, mine, entry, steps)
+            for follower in followers:
+                follower.put(item)
+            if item is None:
+                break
+            if status.stop:
+                message = "told to stop"
+                raise PeerFailedError(message)
+            step, payload = item
+            status.step = step
+            if steps >= RUN_AHEAD:
+                status.stage = "run-ahead"
+                mine.wait(steps % RUN_AHEAD)
+            kept.append(payload)
+            status.stage = "before the step"
+            self._before(rank, step, payload)
+            mine.launch(steps)
+            if rank.index == 0 and self._slots:
+                self._copy_result(rank, step)
+            self._launched[rank.index] = step + 1
+            self._moved.set()
+            steps += 1
+        mine.drain(steps)
+
+    def _next(
+        self, rank: Rank, mine: RankReplay, entry: Entry, steps: int
+    ) -> tuple[int, Any] | None:
+        """The next step, or None for the end. Idle from when the device has nothing left."""
+        status = rank.status
+        status.stage = "the caller"
+        try:
+            return entry.get(timeout=POLL_S)
+        except Empty:
+            mine.drain(steps)
+        status.idle = True
+        try:
+            while True:
+                if status.stop:
+                    message = "told to stop"
+                    raise PeerFailedError(message)
+                try:
+                    return entry.get(timeout=POLL_S)
+                except Empty:
+                    continue
+        finally:
+            status.idle = False
+
+    def _copy_result(self, rank: Rank, step: int) -> None:
+        address, _, event = self._slots[step % RESULTS]
+        result, stream = self._result, rank.streams[Stream.UPDATE]
+        if result is None:
+            return
+        cudart = rank.platform.cudart
+        source = rank.arena.base + result.offset
+        cudart.cudaMemcpyAsync(address, source, result.nbytes, DEVICE_TO_HOST, stream)
+        cudart.cudaEventRecord(event, stream)
