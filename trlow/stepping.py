@@ -1,7 +1,8 @@
 """One replayed step for each call: for a caller who brings the batches and reads the results.
 
 ``Replay.run`` replays a known number of steps and drains. A ``Stepper`` keeps one such run open on
-the ranks' own threads: ``step(payload)`` hands every rank one more step and returns, at most
+the ranks' own threads, of one or several replays: ``step(payload)`` hands every rank one more step
+and returns, at most
 ``RUN_AHEAD`` launches before the device. While it is open the runtime is taken; ``end`` gives it
 back, and the next ``step`` opens it again.
 
@@ -26,7 +27,7 @@ from trlow.ranks import GRACE_S, POLL_S, PeerFailedError
 from trlow.replay import RUN_AHEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from trlow.plan import Range
     from trlow.replay import RankReplay, Replay
 
-Entry: TypeAlias = "SimpleQueue[tuple[int, Any] | None]"  # steps with their payloads, then the end
+# (step, which replay, payload), then None for the end
+Entry: TypeAlias = "SimpleQueue[tuple[int, int, Any] | None]"
 
 RESULTS = 64  # steps whose results are kept where the device can write them
 FIRST_LOOK_S = 20e-6  # between two looks for a result, doubled up to POLL_S
@@ -63,7 +65,7 @@ class Result:
 
 
 class Stepper:
-    """Steps of one replay, one for each call. Used by one thread.
+    """Steps of one runtime's replays, one for each call. Used by one thread.
 
     ``before(rank, step, payload)`` runs on each rank's own thread ahead of the launch: it enqueues
     what the step needs (copies of the batch, say) on that rank's UPDATE stream, behind which the
@@ -72,7 +74,7 @@ class Stepper:
 
     def __init__(
         self,
-        replay: Replay,
+        replays: Sequence[Replay],
         before: Callable[[Rank, int, Any], None],
         result: Range | None = None,
     ) -> None:
@@ -80,7 +82,8 @@ class Stepper:
 
         Raises ``UsageError`` for a replay that is closed.
         """
-        self.replay = replay
+        self._replays = tuple(replays)
+        self._size = len(self._replays[0])
         self.next_step = 0
         self._before = before
         self._result = result
@@ -88,12 +91,14 @@ class Stepper:
         self._results: deque[Result] = deque()
         self._pinned: Pinned | None = None
         self._entry: Entry = SimpleQueue()
-        self._launched = [0] * len(replay)  # steps, by rank; each writes its own
+        self._launched = [0] * self._size  # steps, by rank; each writes its own
         self._moved = threading.Event()  # set by every launch
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if result is not None:
-            replay.together(lambda rank: self._prepare(rank, result) if rank.index == 0 else None)
+            self._replays[0].together(
+                lambda rank: self._prepare(rank, result) if rank.index == 0 else None
+            )
 
     def _prepare(self, rank: Rank, result: Range) -> None:
         """Pinned slots and an event for each, on rank 0's thread."""
@@ -108,8 +113,8 @@ class Stepper:
 
     # -- the caller's side
 
-    def step(self, payload: Any) -> Result:
-        """Hand one step to every rank. Returns once at most ``RUN_AHEAD`` are not launched.
+    def step(self, payload: Any, which: int = 0) -> Result:
+        """Hand one step of a replay to every rank; back once at most ``RUN_AHEAD`` are to launch.
 
         Raises what a rank raised in this step or one before; afterwards the replay is closed.
         """
@@ -124,7 +129,9 @@ class Stepper:
                 oldest = self._results.popleft()
                 oldest.values()
             self._results.append(result)
-        self._entry.put((step, payload))  # to rank 0, which tells the others: one step or none
+        self._entry.put(
+            (step, which, payload)
+        )  # to rank 0, which tells the others: one step or none
         self.next_step = step + 1
         # The first launch proves that the run has the runtime: whoever calls it now is refused.
         self._await_launch(step + 1 if opening else step + 1 - RUN_AHEAD)
@@ -154,9 +161,10 @@ class Stepper:
             error, self._error = self._error, None
             self._forget()
             raise error
-        if self.replay.closed:
-            message = f"the replay of {self.replay.program.name!r} is closed; capture it again"
-            raise UsageError(message)
+        for replay in self._replays:
+            if replay.closed:
+                message = f"the replay of {replay.program.name!r} is closed; capture it again"
+                raise UsageError(message)
 
     def _open(self) -> None:
         self._entry = SimpleQueue()
@@ -203,23 +211,23 @@ class Stepper:
 
     def _run(self) -> None:
         """The whole run, on a thread of its own: it waits for the ranks with their deadline."""
-        entries: list[Entry] = [self._entry, *(SimpleQueue() for _ in range(len(self.replay) - 1))]
+        entries: list[Entry] = [self._entry, *(SimpleQueue() for _ in range(self._size - 1))]
 
         def loop(rank: Rank) -> None:
-            self._serve(rank, self.replay.prepared(rank.index), entries)
+            self._serve(rank, [each.prepared(rank.index) for each in self._replays], entries)
 
         try:
-            self.replay.together(loop, launches=True, lasting=True)
+            self._replays[0].together(loop, launches=True, lasting=True)
         except BaseException as error:  # noqa: BLE001  kept for the caller's thread to raise
             self._error = error
 
-    def _serve(self, rank: Rank, mine: RankReplay, entries: list[Entry]) -> None:
+    def _serve(self, rank: Rank, mine: list[RankReplay], entries: list[Entry]) -> None:
         status, entry = rank.status, entries[rank.index]
         followers = entries[1:] if rank.index == 0 else ()
         kept: deque[Any] = deque(maxlen=RUN_AHEAD)
         steps = 0
         while True:
-            item = self._next(rank, mine, entry, steps)
+            item = self._next(rank, mine[0], entry, steps)
             for follower in followers:
                 follower.put(item)
             if item is None:
@@ -227,25 +235,25 @@ class Stepper:
             if status.stop:
                 message = "told to stop"
                 raise PeerFailedError(message)
-            step, payload = item
+            step, which, payload = item
             status.step = step
             if steps >= RUN_AHEAD:
                 status.stage = "run-ahead"
-                mine.wait(steps % RUN_AHEAD)
+                mine[0].wait(steps % RUN_AHEAD)  # of any replay: they share the events
             kept.append(payload)
             status.stage = "before the step"
             self._before(rank, step, payload)
-            mine.launch(steps)
+            mine[which].launch(steps)
             if rank.index == 0 and self._slots:
                 self._copy_result(rank, step)
             self._launched[rank.index] = step + 1
             self._moved.set()
             steps += 1
-        mine.drain(steps)
+        mine[0].drain(steps)
 
     def _next(
         self, rank: Rank, mine: RankReplay, entry: Entry, steps: int
-    ) -> tuple[int, Any] | None:
+    ) -> tuple[int, int, Any] | None:
         """The next step, or None for the end. Idle from when the device has nothing left."""
         status = rank.status
         status.stage = "the caller"

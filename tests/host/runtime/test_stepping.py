@@ -47,7 +47,7 @@ def stepper(runtime, small, program):
             rank.streams[trlow.Stream.UPDATE],
         )
 
-    stepper = Stepper(runtime.capture(program), before, small.early)
+    stepper = Stepper([runtime.capture(program)], before, small.early)
     yield stepper
     with suppress(trlow.TrlowError):  # what a test has raised already
         stepper.end()
@@ -72,7 +72,7 @@ def test_results_that_nobody_read_are_kept_beyond_the_ring_and_the_end(stepper, 
 
 def test_a_caller_may_think_longer_than_the_deadline(runtime_with, small, program):
     runtime = runtime_with(deadline_s=0.5)
-    stepper = Stepper(runtime.capture(program), lambda *_: None, small.early)
+    stepper = Stepper([runtime.capture(program)], lambda *_: None, small.early)
     for _ in range(2):
         stepper.step(None)
         time.sleep(1.2)
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_come_back_ends_within_the_deadline(runtime_with, s
         while rank.index == 2 and step == 3 and not rank.status.stop:
             time.sleep(0.01)
 
-    stepper = Stepper(runtime.capture(program), before, small.early)
+    stepper = Stepper([runtime.capture(program)], before, small.early)
     began = time.monotonic()
     with pytest.raises(trlow.TrlowError, match="no progress"):
         for _ in range(8):
@@ -124,7 +124,7 @@ def test_the_runtime_is_taken_while_steps_are_handed_out_and_free_afterwards(
 
 def test_closing_the_runtime_ends_a_stepper_that_was_forgotten(runtime_with, small, program):
     runtime = runtime_with()
-    stepper = Stepper(runtime.capture(program), lambda *_: None, small.early)
+    stepper = Stepper([runtime.capture(program)], lambda *_: None, small.early)
     stepper.step(None)
     runtime.close()
     with pytest.raises(trlow.TrlowError):
