@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from ctypes import CFUNCTYPE, byref, c_void_p
+from ctypes import byref, c_void_p
 
 import numpy as np
 import pytest
 
 import trlow
 from trlow import range_op
+from trlow.binding.cudart import cudaHostFn_t
 
 pytestmark = pytest.mark.timeout(60)
-HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
 
 
 def program_with(small, external, stream=trlow.Stream.COMP_1):
@@ -55,7 +55,7 @@ def test_a_host_function_is_a_stage_of_the_program(runtime, small, mode):
         def run(_):
             views[rank][:] = 2.0**rank
 
-        return HOST_FUNCTION(run)
+        return cudaHostFn_t(run)
 
     functions = [body(rank) for rank in range(4)]
 
@@ -67,6 +67,72 @@ def test_a_host_function_is_a_stage_of_the_program(runtime, small, mode):
     replay.run(3)
     for arena in runtime.arenas:
         assert (arena.copy_out("feature") == 15).all()
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_host_function_runs_once_in_every_replayed_step(runtime, small, mode):
+    """It counts in the arena: the number of the step, times the rank's own share, is summed."""
+    cudart, host = runtime.platform.cudart, runtime.platform.host
+    feature, early = small.plan.range("feature"), small.early
+    steps = [arena.view("early") for arena in runtime.arenas]
+    shares = [arena.view("feature") for arena in runtime.arenas]
+    seen = [[] for _ in runtime.arenas]
+
+    def body(rank):
+        def run(_):
+            seen[rank].append(float(shares[rank][0]))  # the sum that the step before left
+            steps[rank][0] += 1
+            shares[rank][:] = steps[rank][0] * (rank + 1)
+
+        return cudaHostFn_t(run)
+
+    functions = [body(rank) for rank in range(4)]
+
+    def callback(rank, stream):
+        cudart.cudaLaunchHostFunc(stream, functions[rank], None)
+
+    external = trlow.External("callback", (early,), (early, feature), callback)
+    replay = runtime.capture(program_with(small, external), mode)
+    for arena in runtime.arenas:
+        arena.copy_in("early", np.zeros(1000, np.float32))
+        arena.copy_in("feature", np.zeros(6, np.float32))
+    for each in seen:
+        each.clear()  # the warm-up ran it, too
+    calls = host.trlowHostCalls(b"cudaLaunchHostFunc")
+    replay.run(5)
+    assert host.trlowHostCalls(b"cudaLaunchHostFunc") == calls
+    for rank, arena in enumerate(runtime.arenas):
+        assert seen[rank] == [0, 10, 20, 30, 40]
+        assert steps[rank][0] == 5
+        assert (arena.copy_out("feature") == 50).all()
+
+
+def test_a_graph_with_a_host_function_becomes_a_child_graph(runtime, small):
+    cudart = runtime.platform.cudart
+    views = [arena.view("feature") for arena in runtime.arenas]
+    functions, graphs = [], []
+    for rank, view in enumerate(views):
+
+        def run(_, view=view, value=2.0**rank):
+            view[:] = value
+
+        functions.append(cudaHostFn_t(run))
+        with runtime.platform.on(runtime.devices[rank]):
+            stream, graph = c_void_p(), c_void_p()
+            cudart.cudaStreamCreateWithFlags(byref(stream), 1)
+            cudart.cudaStreamBeginCapture(stream, 1)
+            cudart.cudaLaunchHostFunc(stream, functions[rank], None)
+            cudart.cudaStreamEndCapture(stream, byref(graph))
+            cudart.cudaStreamDestroy(stream)
+            graphs.append(graph.value)
+    external = trlow.External("graph", (), (small.plan.range("feature"),), tuple(graphs))
+    replay = runtime.capture(program_with(small, external))
+    replay.run(3)
+    for arena in runtime.arenas:
+        assert (arena.copy_out("feature") == 15).all()
+    for rank, graph in enumerate(graphs):
+        with runtime.platform.on(runtime.devices[rank]):
+            cudart.cudaGraphDestroy(graph)
 
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
