@@ -72,6 +72,10 @@ class External:
     - once in each capture, which records its work; a staged capture records equal stages once.
     - never in a replayed step, and in an eager step each time.
 
+    A Python function becomes work of the stream through `platform.cudart.cudaLaunchHostFunc` with a
+    `trlow.binding.cudart.cudaHostFn_t`, which the caller keeps alive; it runs in the warm-up and in
+    every step, and must not call CUDA.
+
     `runtime.arenas[rank].address(name)` is the address of a tensor, region or range. A program is
     often made before its runtime: the callback may close over a variable that is assigned
     afterwards. No callback may end a capture, synchronise (with a stream, an event or the device),

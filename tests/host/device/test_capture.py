@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p
 
 import numpy as np
 import pytest
 
+from trlow.binding.cudart import cudaHostFn_t
+
 pytestmark = pytest.mark.timeout(60)
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 KERNEL, MEMCPY, MEMSET, HOST, GRAPH, EMPTY = range(6)
-HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 def in_thread(function, *arguments):
@@ -353,7 +353,7 @@ def test_a_graph_launches_with_its_streams_device_current(machine):
 def test_a_host_function_and_a_chain_of_ten_thousand_nodes(machine):
     stream = machine.stream()
     count = []
-    function = HostFunction(lambda _: count.append(1))
+    function = cudaHostFn_t(lambda _: count.append(1))
     machine.cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
     for _ in range(3):
         machine.cudart.cudaLaunchHostFunc(stream, function, None)

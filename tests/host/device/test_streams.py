@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from ctypes import byref, c_int, c_size_t, c_void_p
@@ -10,11 +9,10 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 import numpy as np
 import pytest
 
+from trlow.binding.cudart import cudaHostFn_t
 from trlow.errors import CudaError
 
 pytestmark = pytest.mark.timeout(60)
-
-HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 def test_a_stream_runs_in_order(machine):
@@ -31,7 +29,7 @@ def test_host_functions_run_in_order_off_the_calling_thread_and_may_call_python(
     stream = machine.stream()
     seen = []
     functions = [
-        HostFunction(lambda _, n=n: seen.append((n, threading.get_ident()))) for n in range(20)
+        cudaHostFn_t(lambda _, n=n: seen.append((n, threading.get_ident()))) for n in range(20)
     ]
     for function in functions:
         machine.cudart.cudaLaunchHostFunc(stream, function, None)
@@ -43,7 +41,7 @@ def test_host_functions_run_in_order_off_the_calling_thread_and_may_call_python(
 def test_a_host_function_cannot_call_cuda(machine):
     stream = machine.stream()
     codes = []
-    function = HostFunction(
+    function = cudaHostFn_t(
         lambda _: codes.append(machine.code(machine.cudart.cudaStreamSynchronize, stream))
     )
     machine.cudart.cudaLaunchHostFunc(stream, function, None)
@@ -54,7 +52,7 @@ def test_a_host_function_cannot_call_cuda(machine):
 def blocker(machine, stream):
     """Work that holds the stream until the returned event is set."""
     gate = threading.Event()
-    function = HostFunction(lambda _: gate.wait(20))
+    function = cudaHostFn_t(lambda _: gate.wait(20))
     machine.cudart.cudaLaunchHostFunc(stream, function, None)
     gate.function = function
     return gate
@@ -108,7 +106,7 @@ def test_elapsed_time_needs_two_recorded_events_with_timing(machine):
     with pytest.raises(CudaError, match="cudaErrorInvalidResourceHandle"):
         machine.elapsed(start, end)
     machine.cudart.cudaEventRecord(start, stream)
-    sleeper = HostFunction(lambda _: time.sleep(0.02))
+    sleeper = cudaHostFn_t(lambda _: time.sleep(0.02))
     machine.cudart.cudaLaunchHostFunc(stream, sleeper, None)
     machine.cudart.cudaEventRecord(end, stream)
     machine.cudart.cudaEventRecord(untimed, stream)

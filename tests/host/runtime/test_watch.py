@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from ctypes import CFUNCTYPE, c_void_p
 
 import numpy as np
 import pytest
 
 import trlow
 from trlow import range_op
+from trlow.binding.cudart import cudaHostFn_t
 from trlow.errors import RankError
 
 pytestmark = pytest.mark.timeout(60)
-HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
 
 
 def members(runtime):
@@ -51,7 +50,7 @@ def test_a_rank_whose_device_hangs_is_named_with_what_every_rank_passed(small):
             if rank == 2 and armed.is_set():
                 release.wait(8.0)
 
-        return HOST_FUNCTION(run)
+        return cudaHostFn_t(run)
 
     functions = [body(rank) for rank in range(4)]
 
