@@ -145,7 +145,8 @@ def test_64_bit_results_come_back_unchanged(stub_cudart):
 
 def test_a_callback_gets_a_64_bit_address(stub_cudart):
     got = []
-    callback = stub_cudart.cudaLaunchHostFunc.argtypes[1](got.append)
+    assert stub_cudart.cudaLaunchHostFunc.argtypes[1] is cudart.cudaHostFn_t
+    callback = cudart.cudaHostFn_t(got.append)
     stub_cudart.cudaLaunchHostFunc(None, callback, 0xFEDCBA9876543210)
     assert got == [0xFEDCBA9876543210]
 
