@@ -128,6 +128,54 @@ def test_64_bit_values_arrive_unchanged(stub_nccl):
     assert tuple(seen(stub_nccl, i) for i in range(7)) == values
 
 
+def test_a_prepared_call_passes_the_same_64_bit_values_every_time(stub_nccl):
+    values = (0x7FEDCBA987654321, None, 2**63 + 5, 7, 3, 2**64 - 2, 1 << 40)
+    call = stub_nccl.prepare("ncclAllReduce", *values)
+    stub_nccl.ncclAllReduce(*range(7))
+    for _ in range(2):
+        assert call() == 0
+        assert tuple(seen(stub_nccl, i) for i in range(7)) == (values[0], 0, *values[2:])
+        stub_nccl.ncclAllReduce(*range(7))  # neither call changes what the other converts
+        assert tuple(seen(stub_nccl, i) for i in range(7)) == tuple(range(7))
+
+
+def test_a_prepared_call_takes_what_the_function_takes(stub_nccl, stub_cudart):
+    raw = bytes([0, 1, 0, 255] * 32)
+    comm = ctypes.c_void_p()
+    identity = nccl.UniqueId.from_buffer_copy(raw)
+    stub_nccl.prepare("ncclCommInitRank", byref(comm), 8, identity, 5)()
+    assert bytes((ctypes.c_ubyte * 128).in_dll(stub_nccl._cdll, "got_id")) == raw
+    assert (seen(stub_nccl, 0), seen(stub_nccl, 1)) == (8, 5)
+    assert comm.value == 0xFEDCBA9876543210
+    got = []
+    callback = cudart.cudaHostFn_t(got.append)
+    stub_cudart.prepare("cudaLaunchHostFunc", None, callback, 0xFEDCBA9876543210)()
+    assert got == [0xFEDCBA9876543210]
+
+
+def test_a_prepared_call_cannot_skip_the_check_or_the_count(stub_nccl, answer):
+    call = stub_nccl.prepare("ncclAllReduce", None, None, 0, 7, 0, None, None)
+    with clib.counting() as counted:
+        call()
+    assert counted == {(threading.get_ident(), "ncclAllReduce"): 1}
+    answer(stub_nccl, 5)
+    with pytest.raises(NcclError, match="ncclAllReduce failed: ncclInvalidUsage"):
+        call()
+
+
+@pytest.mark.parametrize("arguments", [(1,), (1.5, 2), ("a", "b"), (), (1, 2, 3, 4)])
+def test_wrong_arguments_are_refused_where_the_call_is_prepared(stub_cudart, arguments):
+    with pytest.raises((TypeError, ctypes.ArgumentError)):
+        stub_cudart.prepare("cudaMemGetInfo", *arguments)
+
+
+def test_a_function_that_the_library_lacks_cannot_be_prepared(stub_cudart, stub_nccl):
+    with pytest.raises(AttributeError):
+        stub_cudart.prepare("cudaNoSuchThing")
+    with pytest.raises(LibraryError):
+        stub_nccl.prepare("ncclCommDestroy", None)  # the stub does not export it
+
+
 def test_a_128_byte_id_full_of_nuls_arrives_unchanged(stub_nccl):
     raw = bytes([0, 1, 0, 255] * 32)
     comm = ctypes.c_void_p()

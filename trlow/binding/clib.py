@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -59,6 +60,7 @@ class Library:
         self.path = _loaded_from(cdll)
         self.version = 0
         self._cdll = cdll
+        self._unconverting: dict[str, Callable[..., Any]] = {}  # for converted arguments alone
         if interface.version_function is not None:
             if not self._exports(interface.version_function):
                 raise LibraryError(
@@ -90,6 +92,25 @@ class Library:
         function = self._bind(prototype)
         setattr(self, name, function)
         return function
+
+    def prepare(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """The call `name(*arguments)`, for loops in which converting them is most of the cost.
+
+        The prototype converts them here, once; the call then passes what came of it. It is checked
+        and counted as any other. AttributeError, LibraryError as for the function itself; TypeError
+        for arguments that the prototype does not take.
+        """
+        getattr(self, name)  # the gate
+        prototype = self._prototype(name)
+        if len(arguments) != len(prototype.argtypes):
+            raise TypeError(
+                f"{name} takes {len(prototype.argtypes)} arguments, got {len(arguments)}"
+            )
+        pairs = zip(prototype.argtypes, arguments, strict=True)
+        converted = [argtype.from_param(argument) for argtype, argument in pairs]
+        if name not in self._unconverting:
+            self._unconverting[name] = self._bind(prototype, convert=False)
+        return partial(self._unconverting[name], *converted)
 
     @property
     def version_text(self) -> str:
@@ -123,9 +144,10 @@ class Library:
             return False
         return True
 
-    def _bind(self, prototype: Prototype) -> Callable[..., Any]:
+    def _bind(self, prototype: Prototype, *, convert: bool = True) -> Callable[..., Any]:
         function = self._cdll[prototype.name]
-        function.argtypes = prototype.argtypes
+        if convert:
+            function.argtypes = prototype.argtypes
         function.restype = prototype.restype
         function.errcheck = self._check(prototype)
         return function
