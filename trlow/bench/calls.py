@@ -1,8 +1,10 @@
-"""One collective as C calls with every argument prepared: what the timed loop runs.
+"""One collective as C calls with every argument converted: what the timed loop runs.
 
-A call works at an offset that walks through the whole buffer, as nccl-tests' calls do, so that
-small sizes are not measured in a cache alone. `inside` stands in a group where one thread issues
-for all ranks or a rank needs two calls; `after` follows the group.
+At small sizes the issuing thread is the limit, so it does nothing but call: a step takes no
+arguments, and those of C were made when the loop was. A call works at an offset that walks through
+the whole buffer, as nccl-tests' calls do, so that small sizes are not measured in a cache alone.
+`inside` stands in a group where one thread issues for all ranks or a rank needs two calls; `after`
+follows the group.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from trlow.bench.links import Links
     from trlow.bench.seat import Seat
 
-Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
+Step: TypeAlias = "Callable[[], Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class RankCall:
 
 def run(steps: Iterable[Step]) -> None:
     """Make the calls in order."""
-    for function, arguments in steps:
-        function(*arguments)
+    for step in steps:
+        step()
 
 
 def offset_of(job: Job, nbytes: int, call: int) -> int:
@@ -63,8 +65,8 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
         following, before = (seat.rank + 1) % ranks, (seat.rank - 1) % ranks
         return RankCall(
             (
-                (nccl.ncclSend, (send, count, code, following, handle, seat.stream)),
-                (nccl.ncclRecv, (recv, count, code, before, handle, seat.stream)),
+                nccl.prepare("ncclSend", send, count, code, following, handle, seat.stream),
+                nccl.prepare("ncclRecv", recv, count, code, before, handle, seat.stream),
             )
         )
     middle = [links.reductions[seat.rank]] if job.record.reduces else []
@@ -76,9 +78,9 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
     after: tuple[Step, ...] = ()
     if job.variant.mean == "sum_then_scale":
         kernel = SCALE_KERNELS[job.dtype]
-        scale = partial(seat.kernels.launch, kernel, (recv, seat.factor, count), count, seat.stream)
-        after = ((scale, ()),)
-    return RankCall(((getattr(nccl, name), arguments),), after)
+        values = (recv, seat.factor, count)
+        after = (partial(seat.kernels.launch, kernel, values, count, seat.stream),)
+    return RankCall((nccl.prepare(name, *arguments),), after)
 
 
 def lane_call(
@@ -90,9 +92,9 @@ def lane_call(
     steps = inside
     if len(inside) > 1 or job.collective == "sendrecv":
         nccl = seats[0].platform.nccl
-        steps = [(nccl.ncclGroupStart, ()), *inside, (nccl.ncclGroupEnd, ())]
+        steps = [nccl.prepare("ncclGroupStart"), *inside, nccl.prepare("ncclGroupEnd")]
     for seat, one in zip(seats, calls, strict=True):
         if one.after and len(seats) > 1:
-            steps = [*steps, (seat.platform.cudart.cudaSetDevice, (seat.device,))]
+            steps = [*steps, seat.platform.cudart.prepare("cudaSetDevice", seat.device)]
         steps = [*steps, *one.after]
     return steps

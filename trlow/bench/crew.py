@@ -20,6 +20,7 @@ from trlow.errors import ForeignError, RankError
 from trlow.ranks import Ranks
 
 if TYPE_CHECKING:
+    from trlow.bench.calls import Step
     from trlow.bench.job import Job
     from trlow.device import Platform
     from trlow.ranks import Job as Running
@@ -40,11 +41,15 @@ class Lane:
         if len(self.seats) > 1:
             seat.platform.cudart.cudaSetDevice(seat.device)
 
-    def record(self, index: int) -> None:
-        """Record the `index`-th event of every rank."""
+    def recording(self, index: int) -> list[Step]:
+        """The calls that record the `index`-th event of every rank."""
+        steps: list[Step] = []
         for seat in self.seats:
-            self.current(seat)
-            seat.platform.cudart.cudaEventRecord(seat.events[index], seat.stream)
+            cudart = seat.platform.cudart
+            if len(self.seats) > 1:
+                steps.append(cudart.prepare("cudaSetDevice", seat.device))
+            steps.append(cudart.prepare("cudaEventRecord", seat.events[index], seat.stream))
+        return steps
 
     def synchronize(self) -> None:
         """Wait for every rank's stream."""

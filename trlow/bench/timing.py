@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from trlow.bench.calls import Step, lane_call, run
@@ -43,11 +44,13 @@ def measure(crew: Crew, nbytes: int, place: str) -> Times:
     fill(crew)
     if job.launches:
         capture(crew, nbytes, place, job.iterations)
-    loops = [_loop(crew, lane, nbytes, place) for lane in crew.lanes]
-    units = dict(zip(crew.lanes, loops, strict=True))
+    units = {lane: _units(crew, lane, nbytes, place) for lane in crew.lanes}
     calls = job.calls_per_unit
-    whole = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=False))
-    spread = crew.on_lanes(lambda lane: _pass(lane, *units[lane], each=True))
+    # Made before any thread begins: one that still made its own would keep the others waiting.
+    wholes = {lane: _loop(lane, *units[lane], each=False) for lane in crew.lanes}
+    whole = crew.on_lanes(lambda lane: _pass(lane, wholes[lane]))
+    spreads = {lane: _loop(lane, *units[lane], each=True) for lane in crew.lanes}
+    spread = crew.on_lanes(lambda lane: _pass(lane, spreads[lane]))
     totals = [max(total, RESOLUTION_US) for _, found in whole for (total,) in found]
     rows = [row for _, found in spread for row in found]
     return Times(
@@ -106,8 +109,8 @@ def launches(lane: Lane, key: object) -> list[Step]:
     for seat in lane.seats:
         cudart = seat.platform.cudart
         if len(lane.seats) > 1:
-            steps.append((cudart.cudaSetDevice, (seat.device,)))
-        steps.append((cudart.cudaGraphLaunch, (seat.graphs[key][1], seat.stream)))
+            steps.append(cudart.prepare("cudaSetDevice", seat.device))
+        steps.append(cudart.prepare("cudaGraphLaunch", seat.graphs[key][1], seat.stream))
     return steps
 
 
@@ -119,7 +122,17 @@ def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> li
     return lane_call(crew.job, crew.links, lane.seats, nbytes, place, call)
 
 
-def _loop(
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The calls of one pass of a lane, in a row each, and how many events they record."""
+
+    before: list[Step]
+    timed: list[Step]
+    after: list[Step]
+    events: int
+
+
+def _units(
     crew: Crew, lane: Lane, nbytes: int, place: str
 ) -> tuple[list[list[Step]], list[list[Step]]]:
     """Warm-ups and timed units."""
@@ -132,28 +145,29 @@ def _loop(
     return warmups, every
 
 
-def _pass(
+def _loop(
     lane: Lane, warmups: Sequence[Sequence[Step]], units: Sequence[Sequence[Step]], *, each: bool
-) -> tuple[float, list[list[float]]]:
-    """Seconds of the loop on the host, and per rank the µs between events."""
-    for steps in warmups:
-        run(steps)
-    lane.record(0)
-    begun = time.perf_counter()
-    if each:
-        for index, steps in enumerate(units):
-            run(steps)
-            lane.record(index + 1)
-    else:
-        for steps in units:
-            run(steps)
-    seconds = time.perf_counter() - begun
+) -> Loop:
+    """The units with events around them all, or with one behind each."""
+    before = [*chain.from_iterable(warmups), *lane.recording(0)]
     if not each:
-        lane.record(1)
+        return Loop(before, list(chain.from_iterable(units)), lane.recording(1), 2)
+    timed: list[Step] = []
+    for index, unit in enumerate(units, 1):
+        timed += [*unit, *lane.recording(index)]
+    return Loop(before, timed, [], len(units) + 1)
+
+
+def _pass(lane: Lane, loop: Loop) -> tuple[float, list[list[float]]]:
+    """Seconds of the loop on the host, and per rank the µs between events."""
+    run(loop.before)
+    begun = time.perf_counter()
+    run(loop.timed)
+    seconds = time.perf_counter() - begun
+    run(loop.after)
     lane.synchronize()
-    last = len(units) if each else 1
     return seconds, [
-        [seat.elapsed_us(index, index + 1) for index in range(last)] for seat in lane.seats
+        [seat.elapsed_us(*pair) for pair in pairwise(range(loop.events))] for seat in lane.seats
     ]
 
 
