@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 
 from trlow.bench.collectives import COLLECTIVES
 from trlow.bench.exact import OPS
 from trlow.bench.variant import ALGORITHMS, BUFFERS, LAUNCHES, PROTOCOLS
 from trlow.cli import bench, bench_plan
+from trlow.cli.numbers import seconds, whole
 from trlow.range_op import MEAN_STRATEGIES
 
 Make = Callable[[str, str, str], argparse.ArgumentParser]
@@ -26,10 +26,9 @@ Lists measure every combination, each in a fresh process, in turn. Times are µs
 
 def add(
     make: Make,
-    whole: Callable[[int], Callable[[str], int]],
     add_model: Callable[[argparse.ArgumentParser], None],
 ) -> None:
-    """Add every sub-command; `make(name, summary, text)` makes a parser, `whole` is a type."""
+    """Add every sub-command; `make(name, summary, text)` makes a parser."""
     for name, record in COLLECTIVES.items():
         command = make(
             name,
@@ -37,7 +36,7 @@ def add(
             MEASURE.format(name=name),
         )
         command.set_defaults(run=bench.run, collective=name, place=None)
-        _sizes(command, whole)
+        _sizes(command)
         if record.reduces:
             command.add_argument(
                 "-o", "--op", choices=OPS, default="sum", help="operation; mulsum multiplies first"
@@ -46,16 +45,15 @@ def add(
             command.add_argument(
                 "-r", "--root", metavar="RANK", type=whole(0), default=0, help="root"
             )
-        _ways(command, whole)
+        _ways(command)
         _variants(command, reduces=name == "all_reduce")
         _files(command)
-    _plan(make, whole, add_model)
+    _plan(make, add_model)
     _compare(make)
 
 
 def _plan(
     make: Make,
-    whole: Callable[[int], Callable[[str], int]],
     add_model: Callable[[argparse.ArgumentParser], None],
 ) -> None:
     command = make(
@@ -95,7 +93,7 @@ def _compare(make: Make) -> None:
     command.set_defaults(run=bench.run_compare)
 
 
-def _sizes(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[str], int]]) -> None:
+def _sizes(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("sizes")
     group.add_argument(
         "-b", "--minbytes", dest="least", metavar="SIZE", default="32M",
@@ -121,7 +119,7 @@ def _sizes(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[st
     )  # fmt: skip
 
 
-def _ways(command: argparse.ArgumentParser, whole: Callable[[int], Callable[[str], int]]) -> None:
+def _ways(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("measuring")
     group.add_argument(
         "-n", "--iters", dest="iterations", metavar="N", type=whole(1), default=20,
@@ -167,7 +165,7 @@ def _devices(command: argparse.ArgumentParser) -> None:
         help='devices, one rank on each: "0-3", "0,2,3" or "all" (default: all)',
     )  # fmt: skip
     devices.add_argument(
-        "--deadline", metavar="SECONDS", type=_seconds, default=60.0,
+        "--deadline", metavar="SECONDS", type=seconds, default=60.0,
         help="a worker that does not answer for so long is ended; what was measured is kept",
     )  # fmt: skip
 
@@ -212,13 +210,3 @@ def _files(command: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{name}", metavar="FILE", default=ABSENT, help=f"{what} (default: none)"
         )
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f'"{text}" is no number of seconds above 0')
-    return value

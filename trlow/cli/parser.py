@@ -1,4 +1,4 @@
-"""The words of the command line, and what each number may be.
+"""The words of the command line.
 
 argparse's own errors take several lines; here every error of use is one line on stderr, and the
 exit code is 2.
@@ -7,11 +7,11 @@ exit code is 2.
 from __future__ import annotations
 
 import argparse
-import math
 from functools import partial
 from typing import NoReturn
 
 from trlow.cli import bench_words, doctor, plan, train
+from trlow.cli.numbers import rate, seconds, whole
 from trlow.nn.models import MODELS
 from trlow.range_op import MEAN_STRATEGIES
 
@@ -76,6 +76,14 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_devices(command)
     _add_model(command)
     training = command.add_argument_group("training")
+    _add_schedule(training)
+    _add_step(training)
+    _add_outputs(training)
+    command.set_defaults(run=train.run)
+
+
+def _add_schedule(training: argparse._ArgumentGroup) -> None:
+    """Add how long, how fast and from where."""
     training.add_argument(
         "--epochs", metavar="N", type=whole(1), default=12, help="epochs to train"
     )
@@ -95,6 +103,10 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         default=argparse.SUPPRESS,
         help="seed of the initial weights and of the order of the rows (default: 0)",
     )
+
+
+def _add_step(training: argparse._ArgumentGroup) -> None:
+    """Add what does not change the result beyond rounding: how a step is launched and reduced."""
     training.add_argument(
         "--replay",
         choices=("fused", "staged"),
@@ -108,6 +120,10 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how gradients become their mean over ranks: 1/N left to the optimizer's update, a "
         "scale after the sum, NCCL's average, or a premultiplied sum",
     )
+
+
+def _add_outputs(training: argparse._ArgumentGroup) -> None:
+    """Add the files that a training leaves."""
     training.add_argument(
         "--report",
         metavar="FILE",
@@ -122,7 +138,6 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
         "communication adds to a step; both of the fused step, whatever --replay says "
         "(default: none)",
     )
-    command.set_defaults(run=train.run)
 
 
 def _add_devices(command: Parser) -> None:
@@ -220,7 +235,10 @@ def _add_plan(commands: argparse._SubParsersAction[Parser]) -> None:
         help="allow a number of ranks that is not a power of two (default: False)",
     )
     command.add_argument(
-        "--json", action="store_true", help="print the plan as JSON instead of a table"
+        "--json",
+        action="store_true",
+        help="print a report of the plan as JSON instead of a table; MemoryPlan.from_json reads "
+        "what MemoryPlan.to_json writes, not this",
     )
     command.add_argument(
         "--svg",
@@ -240,7 +258,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
         "model's plan; or compare two results.",
     )
     kinds = command.add_subparsers(title="what", metavar="WHAT", required=True)
-    bench_words.add(partial(_command, kinds), whole, _add_model)
+    bench_words.add(partial(_command, kinds), _add_model)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -253,49 +271,3 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     command.set_defaults(run=doctor.run)
-
-
-class whole:  # noqa: N801  argparse names a type in its messages by its name
-    """A whole number of at least `least`."""
-
-    def __init__(self, least: int) -> None:
-        """Keep the limit."""
-        self.least = least
-
-    def __call__(self, text: str) -> int:
-        """Return the number, or raise what argparse prints."""
-        try:
-            value = int(text)
-        except ValueError:
-            value = self.least - 1
-        if value < self.least or not text.strip().lstrip("+").isdecimal():
-            raise argparse.ArgumentTypeError(
-                f'"{text}" is no whole number of at least {self.least}; give one'
-            )
-        return value
-
-
-def seconds(text: str) -> float:
-    """Return a time: finite and above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f'"{text}" is no time; give a finite number of seconds above 0'
-        )
-    return value
-
-
-def rate(text: str) -> float:
-    """Return a learning rate: finite and at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(
-            f'"{text}" is no learning rate; give a finite number of at least 0'
-        )
-    return value

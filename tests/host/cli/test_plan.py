@@ -122,6 +122,9 @@ def test_offset_bytes_and_pad_of_a_row_of_the_table_give_the_next_offset(trlow):
 def test_the_report_is_not_taken_for_a_plan(trlow):
     with pytest.raises(PlanError, match="report that `trlow plan --json` prints"):
         MemoryPlan.from_json(trlow("plan", "--json").out)
+    assert "MemoryPlan.from_json reads what MemoryPlan.to_json writes, not this" in " ".join(
+        trlow("plan", "--help").out.split()
+    )
 
 
 def test_the_picture_is_to_scale(trlow, tmp_path):
