@@ -10,7 +10,7 @@ import importlib.util
 import platform as machine
 import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, create_string_buffer
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -226,38 +226,36 @@ def _explain(
     if runtime is None:
         found.cannot.append(Problem(on_gpus, errors["cudart"]))
     if runtime is not None and kernel_driver is not None:
-        if not found.gpus:
-            found.cannot.append(Problem(on_gpus, "the driver shows no GPU to this process"))
-        if runtime.version // 1000 > kernel_driver.version // 1000:
-            found.cannot.append(
-                Problem(
-                    on_gpus,
-                    f"CUDA runtime {runtime.version_text} is newer than what the driver supports "
-                    f"({kernel_driver.version_text}); install trlow[cu12] or a newer driver",
-                )
-            )
+        found.cannot += [Problem(on_gpus, why) for why in _reasons(found, runtime, kernel_driver)]
     for name in unknown_variables():
         found.cannot.append(Problem(f"training with {name}", "no such variable; train refuses it"))
     if not compiler:
         found.cannot.append(Problem("compiling kernels for a GPU", errors["nvrtc"]))
     if collectives is None:
         found.cannot.append(Problem("training on more than one GPU", errors["nccl"]))
+    found.cannot += _problems_of_several(found)
+    if importlib.util.find_spec("sklearn") is None:
+        why = "scikit-learn is not installed; pip install 'trlow[data]'"
+        found.cannot.append(Problem("train --data digits", why))
+
+
+def _reasons(found: Findings, runtime: Library, kernel_driver: Library) -> Iterator[str]:
+    """Why no GPU can be trained on although both of CUDA's libraries are there."""
+    if not found.gpus:
+        yield "the driver shows no GPU to this process"
+    if runtime.version // 1000 > kernel_driver.version // 1000:
+        yield (
+            f"CUDA runtime {runtime.version_text} is newer than what the driver supports "
+            f"({kernel_driver.version_text}); install trlow[cu12] or a newer driver"
+        )
+
+
+def _problems_of_several(found: Findings) -> Iterator[Problem]:
+    """What the GPUs cannot do together."""
     count = len(found.gpus)
     if count & (count - 1):
-        found.cannot.append(
-            Problem(
-                f"training on all {count} GPUs without --any-world-size",
-                "the number of ranks is no power of two",
-            )
-        )
+        what = f"training on all {count} GPUs without --any-world-size"
+        yield Problem(what, "the number of ranks is no power of two")
     if not all(all(row) for row in found.peer_access):
-        found.cannot.append(
-            Problem("direct copies between some GPUs", "CUDA grants no peer access to them")
-        )
-    if importlib.util.find_spec("sklearn") is None:
-        found.cannot.append(
-            Problem(
-                "train --data digits",
-                "scikit-learn is not installed; pip install 'trlow[data]'",
-            )
-        )
+        why = "CUDA grants no peer access to them"
+        yield Problem("direct copies between some GPUs", why)
