@@ -112,6 +112,11 @@ def one_stage_each(name: str, ops: Iterable[RangeOp]) -> Program:
 
 def every_op(offset: int = 0, count: int = 17) -> tuple[MemoryPlan, Program]:
     """Return a program of every range operation but the feed, each on slots of its own."""
+    plan, at = _slots_of_every_op(offset, count).build()
+    return plan, one_stage_each("every op", [*_ops_of_one_type(at), *_ops_of_many_types(at)])
+
+
+def _slots_of_every_op(offset: int, count: int) -> Slots:
     slots = Slots(offset, count)
     slots.scalars("lr", "mu", "weight_decay", "grad_scale", "factor", "eps")
     slots.scalars("skip", "flag.float32", "flag.float16", "flag.bfloat16", dtype=I32)
@@ -131,9 +136,12 @@ def every_op(offset: int = 0, count: int = 17) -> tuple[MemoryPlan, Program]:
             slots.add(f"{name}.{dtype}", dtype)
         for name in ("high", "high.from"):
             slots.add(f"{name}.{dtype}")
-    plan, at = slots.build()
+    return slots
+
+
+def _ops_of_one_type(at: Mapping[str, Range]) -> list[RangeOp]:
     factor, skip = at["factor"], at["skip"]
-    ops = [
+    return [
         range_op.clear(at["clear"]),
         range_op.copy(at["to"], at["from"]),
         range_op.copy_unless(at["unless.to"], at["unless.from"], skip),
@@ -144,6 +152,11 @@ def every_op(offset: int = 0, count: int = 17) -> tuple[MemoryPlan, Program]:
         ),
         *(update_of(at, kind, form) for kind in OPTIMIZERS for form in ("weight", "bias")),
     ]
+
+
+def _ops_of_many_types(at: Mapping[str, Range]) -> list[RangeOp]:
+    factor = at["factor"]
+    ops: list[RangeOp] = []
     for dtype in (F32, F16, BF16):
         ops += [
             range_op.scale(at[f"scale.{dtype}"], factor),
@@ -161,7 +174,7 @@ def every_op(offset: int = 0, count: int = 17) -> tuple[MemoryPlan, Program]:
             range_op.cast(at[f"low.{dtype}"], at[f"high.from.{dtype}"]),
             range_op.cast(at[f"high.{dtype}"], at[f"low.from.{dtype}"]),
         ]
-    return plan, one_stage_each("every op", ops)
+    return ops
 
 
 def run(
