@@ -13,7 +13,7 @@ operations, ``trlow.binding`` holds the C functions, ``trlow.nn`` and ``trlow.ta
 shared library.
 """
 
-from trlow import range_op
+from trlow import interrupt, range_op  # noqa: F401  first of all: for Ctrl-C during the rest
 from trlow.dtensor import DTensor
 from trlow.dtype import BF16, F16, F32, I32, U8, DType
 from trlow.errors import TrlowError

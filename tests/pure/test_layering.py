@@ -61,6 +61,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("task",),
     ("measure",),
     ("bench",),
+    ("interrupt",),
     ("cli",),
     ("__main__",),
     ("__init__",),

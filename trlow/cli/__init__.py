@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from trlow.cli import interrupt
+from trlow import interrupt
 from trlow.cli.console import Console
 from trlow.cli.parser import build
 from trlow.cli.train import show_stall
@@ -34,6 +34,7 @@ FIELD = re.compile(r"(host_devices)=(\d+)|\b(" + "|".join(OPTIONS) + r")\b")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
     try:
+        interrupt.hand_over()
         arguments = build(__version__).parse_args(argv)
         code: int = arguments.run(arguments, Console(sys.stdout))
         sys.stdout.flush()

@@ -214,6 +214,34 @@ def test_ctrl_c_while_the_commands_are_imported_is_130_and_one_line(tmp_path, en
     assert (done.returncode, done.stderr) == (130, "trlow: error: interrupted\n")
 
 
+@pytest.mark.parametrize("entry", [["-m", "trlow"], ["-W", "error", "-Bm", "trlow"], ["trlow"]])
+def test_ctrl_c_while_the_package_is_imported_is_130_and_one_line(tmp_path, entry):
+    """numpy sends the interrupt in its stead, and hides it; another program keeps its traceback."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    raise AssertionError('no interrupt')\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('numpy is broken') from None\n"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("import trlow\n")
+    if entry == ["trlow"]:
+        (tmp_path / "trlow").write_text("from trlow.cli import main\nraise SystemExit(main())\n")
+        entry = [str(tmp_path / "trlow")]
+    package = str(Path(trlow_package.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
+
+    def run(*words):
+        command = [sys.executable, *words, "plan"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+    done = run(*entry)
+    assert (done.returncode, done.stderr) == (130, "trlow: error: interrupted\n")
+    assert "ImportError: numpy is broken" in run("-m", "other", "-m", "trlow").stderr
+
+
 def test_the_environment_applies_unless_the_option_is_given(monkeypatch):
     values = {"SEED": "3", "DEVICE": "host", "GLOBAL_BATCH_SIZE": "96", "ANY_WORLD_SIZE": "1"}
     for name, value in values.items():
