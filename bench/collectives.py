@@ -5,8 +5,10 @@
 PATH is all_reduce_perf of nccl-tests; it loads the very library that trlow loads. In-place fp32
 sums over all sizes. `threads` stands against -t N, `group` against -g N. For each of the two, eager
 and in graphs, small sizes and large ones apart, as both sides walk through a buffer of the largest
-size: a worker of trlow bench is started once and asked for all sizes, then nccl-tests runs in a
-fresh process, round by round. Medians over rounds are compared.
+size: round by round a worker of trlow bench is started and asked for all sizes, then nccl-tests
+runs. Both are fresh processes, because what a small eager call costs the host differs by up to 1.6
+times, on either side, for as long as a thread stays where it is. Medians over rounds are compared,
+the least stands beside; a median of few rounds may be that of places.
 
 Two clocks: nccl-tests reads the host's, from a barrier to an empty stream, trlow the device's, from
 the end of warm-up calls to the end of the last. So nccl-tests' time holds the start of the first
@@ -20,7 +22,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,26 +89,34 @@ def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
         variant=Variant(launch=part.launch),
         settings={"device": arguments.device, "gpus": arguments.gpus, "loopback_only": True},
     )
+    rows: dict[int, dict[str, Any]] = {
+        size: {"size": size, "part": asdict(part), "trlow": [], "nccl-tests": [], "enqueue": []}
+        for size in part.sizes()
+    }
+    for _ in range(arguments.rounds):
+        hello, found = trlow(job, rows)
+        for size, times in found.items():
+            rows[size]["trlow"].append(times["time_us"])
+            rows[size]["enqueue"].append(times["enqueue_us"])
+        if arguments.nccl_tests is not None:
+            for size, us in nccl_tests(arguments, part, hello).items():
+                rows[size]["nccl-tests"].append(us)
+    return [judged(part, row) for row in rows.values()]
+
+
+def trlow(job: Job, sizes: Iterable[int]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """One process of trlow: what it says of the machine, and times by size."""
     worker = start(job, {})
     try:
         hello = worker.ask(LIMIT_S, "hello")
         worker.ask(LIMIT_S, "open")
-        rows = {
-            size: {"size": size, "part": asdict(part), "trlow": [], "nccl-tests": [], "enqueue": []}
-            for size in part.sizes()
+        found = {
+            size: worker.ask(LIMIT_S, "measure", size=size, place="in-place") for size in sizes
         }
-        for _ in range(arguments.rounds):
-            for size, row in rows.items():
-                found = worker.ask(LIMIT_S, "measure", size=size, place="in-place")
-                row["trlow"].append(found["time_us"])
-                row["enqueue"].append(found["enqueue_us"])
-            if arguments.nccl_tests is not None:
-                for size, us in nccl_tests(arguments, part, hello).items():
-                    rows[size]["nccl-tests"].append(us)
         worker.close(LIMIT_S)
     finally:
         worker.kill()
-    return [judged(part, row) for row in rows.values()]
+    return hello, found
 
 
 def nccl_tests(
