@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_void_p
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trlow.dlpack import CPU, CUDA, DeviceArray, check_layout
+from trlow.dtensor import DTensor
 from trlow.errors import ForeignError, PlanError, SettingsError, UsageError
 from trlow.plan import Range
 
@@ -30,22 +33,6 @@ if TYPE_CHECKING:
 WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT, of a window's start and size
 WINDOWS_SINCE, ABORTABLE_SINCE = 22700, 22907  # versions of NCCL
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
-
-
-class DeviceArray:
-    """A DTensor's bytes on a device, described by the protocol of its platform. Owns nothing.
-
-    CUDA memory is described by ``__cuda_array_interface__`` (version 3), the host device's by
-    ``__array_interface__``; bfloat16 appears as uint16. ``arena`` keeps the memory alive.
-    """
-
-    def __init__(self, arena: Arena, address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.arena = arena
-        interface = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
-        if arena.on_host:
-            self.__array_interface__ = interface
-        else:
-            self.__cuda_array_interface__ = interface | {"stream": None}
 
 
 def check_memory(platform: Platform, plan: MemoryPlan, devices: Sequence[int]) -> None:
@@ -145,9 +132,9 @@ class Arena:
             raise
 
     def _allocate_arena(self) -> int:
-        device, free = self._room()
+        self.device, free = self._room()
         when = " now that the communicators have theirs"
-        _check_room(self.nbytes, free, self.rank, device, when)
+        _check_room(self.nbytes, free, self.rank, self.device, when)
         if self._nccl is None:
             return self._allocate(self.nbytes)
         return self._asked(self._nccl.ncclMemAlloc, self.nbytes)
@@ -229,10 +216,30 @@ class Arena:
             self._cudart.cudaMemcpyAsync(target, source, nbytes, kind, self._stream)
             self._cudart.cudaStreamSynchronize(self._stream)
 
-    def array(self, what: str | Range) -> DeviceArray:
-        """The bytes themselves, for frameworks that read an array interface. No copy."""
-        span, shape = self._extent(what)
-        return DeviceArray(self, self.base + span.offset, shape, span.dtype.numpy.str)
+    def array(
+        self,
+        what: str | Range | DTensor,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> DeviceArray:
+        """The memory itself, for DLPack and the array interfaces. No copy; see ``DeviceArray``.
+
+        ``shape`` may be any that fits, ``strides`` (in elements) any dense ones, such as those of a
+        tensor whose channels come last. Raises ``UsageError`` for others, and once closed.
+        """
+        name, own = (what.name, what.shape) if isinstance(what, DTensor) else (what, None)
+        span, whole = self._extent(name)
+        wanted = tuple(shape if shape is not None else own if own is not None else whole)
+        steps = None if strides is None else tuple(strides)
+        check_layout(name, span.count, wanted, steps)
+        self._check_open()
+        where = (CPU, 0) if self.on_host else (CUDA, self.device)
+        check = partial(self._call, self._check_open)
+        return DeviceArray(self.base + span.offset, wanted, steps, span.dtype, where, check)
+
+    def _check_open(self) -> None:
+        if not self.base:
+            raise UsageError("the arena is closed: it has no memory to hand out")
 
     def view(self, what: str | Range) -> NDArray[Any]:
         """A numpy view of the memory itself; host device only, ``UsageError`` on CUDA.

@@ -40,7 +40,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("binding.host",),
     ("binding",),
     ("loopback", "kernel_cache"),
-    ("device", "kernel_image"),
+    ("device", "kernel_image", "dlpack"),
     ("kernel", "arena", "communicator", "ranks", "feed"),
     ("nodes",),
     ("marks",),
