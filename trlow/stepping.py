@@ -2,9 +2,8 @@
 
 ``Replay.run`` replays a known number of steps and drains. A ``Stepper`` keeps one such run open on
 the ranks' own threads, of one or several replays: ``step(payload)`` hands every rank one more step
-and returns, at most
-``RUN_AHEAD`` launches before the device. While it is open the runtime is taken; ``end`` gives it
-back, and the next ``step`` opens it again.
+and returns, at most ``RUN_AHEAD`` steps before the launches, as those are before the device. While
+it is open the runtime is taken; ``end`` gives it back, and the next ``step`` opens it again.
 
 A caller may think for as long as it likes: ranks whose devices have finished everything are idle
 and no deadline runs. From the moment that a step is handed out it does.
@@ -15,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from trlow.enqueue import Rank
     from trlow.plan import Range
-    from trlow.replay import RankReplay, Replay
+    from trlow.replay import Call, RankReplay, Replay
 
 # (step, which replay, payload), then None for the end
 Entry: TypeAlias = "SimpleQueue[tuple[int, int, Any] | None]"
@@ -41,6 +41,15 @@ Entry: TypeAlias = "SimpleQueue[tuple[int, int, Any] | None]"
 RESULTS = 64  # steps whose results are kept where the device can write them
 FIRST_LOOK_S = 20e-6  # between two looks for a result, doubled up to POLL_S
 DEVICE_TO_HOST = 2  # cudaMemcpyKind
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the result of a step goes, and the calls on rank 0 that bring it there."""
+
+    values: NDArray[Any]
+    event: int
+    take: tuple[Call, ...]
 
 
 class Result:
@@ -87,12 +96,13 @@ class Stepper:
         self.next_step = 0
         self._before = before
         self._result = result
-        self._slots: list[tuple[int, NDArray[Any], int]] = []  # address, its elements, event
+        self._slots: list[Slot] = []
         self._results: deque[Result] = deque()
         self._pinned: Pinned | None = None
         self._entry: Entry = SimpleQueue()
         self._launched = [0] * self._size  # steps, by rank; each writes its own
-        self._moved = threading.Event()  # set by every launch
+        self._waiting = False  # the caller, for a launch: whoever launches then tells it
+        self._told: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if result is not None:
@@ -102,13 +112,19 @@ class Stepper:
 
     def _prepare(self, rank: Rank, result: Range) -> None:
         """Pinned slots and an event for each, on rank 0's thread."""
-        nbytes = -(-result.nbytes // 64) * 64
+        nbytes, prepare = -(-result.nbytes // 64) * 64, rank.platform.cudart.prepare
         self._pinned = Pinned(rank.platform, RESULTS * nbytes)
         for slot in range(RESULTS):
             bytes_ = self._pinned.bytes[slot * nbytes : slot * nbytes + result.nbytes]
             values = np.frombuffer(bytes_, result.dtype.numpy)
             event = rank.events["result", id(self), slot]
-            self._slots.append((self._pinned.address + slot * nbytes, values, event))
+            address, stream = self._pinned.address + slot * nbytes, rank.streams[Stream.UPDATE]
+            source = rank.arena.base + result.offset
+            take = (
+                prepare("cudaMemcpyAsync", address, source, result.nbytes, DEVICE_TO_HOST, stream),
+                prepare("cudaEventRecord", event, stream),
+            )
+            self._slots.append(Slot(values, event, take))
         self._query = rank.platform.cudart.cudaEventQuery
 
     # -- the caller's side
@@ -140,20 +156,27 @@ class Stepper:
     def read(self, step: int) -> NDArray[Any]:
         """The result of ``step``, which is at most ``RESULTS`` back; waits for it."""
         self._await_launch(step + 1)
-        _, values, event = self._slots[step % RESULTS]
+        slot = self._slots[step % RESULTS]
         pause = FIRST_LOOK_S
-        while self._query(event):
+        while self._query(slot.event):
             self._check()
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
-        return values.copy()
+        return slot.values.copy()
 
     def _await_launch(self, steps: int) -> None:
         """Until every rank has launched ``steps`` steps. The run's own deadline bounds it."""
-        while min(self._launched) < steps:
-            self._moved.clear()
-            if min(self._launched) < steps and not self._moved.wait(POLL_S):
-                self._check()
+        if min(self._launched) >= steps:
+            return
+        self._waiting = True  # before the next look, so that no launch is missed
+        try:
+            while min(self._launched) < steps:
+                try:
+                    self._told.get(timeout=POLL_S)
+                except Empty:
+                    self._check()
+        finally:
+            self._waiting = False
 
     def _check(self) -> None:
         """Raise what has ended the run."""
@@ -245,9 +268,11 @@ class Stepper:
             self._before(rank, step, payload)
             mine[which].launch(steps)
             if rank.index == 0 and self._slots:
-                self._copy_result(rank, step)
+                for call in self._slots[step % RESULTS].take:
+                    call()
             self._launched[rank.index] = step + 1
-            self._moved.set()
+            if self._waiting:
+                self._told.put(None)
             steps += 1
         mine[0].drain(steps)
 
@@ -273,13 +298,3 @@ class Stepper:
                     continue
         finally:
             status.idle = False
-
-    def _copy_result(self, rank: Rank, step: int) -> None:
-        address, _, event = self._slots[step % RESULTS]
-        result, stream = self._result, rank.streams[Stream.UPDATE]
-        if result is None:
-            return
-        cudart = rank.platform.cudart
-        source = rank.arena.base + result.offset
-        cudart.cudaMemcpyAsync(address, source, result.nbytes, DEVICE_TO_HOST, stream)
-        cudart.cudaEventRecord(event, stream)

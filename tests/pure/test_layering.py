@@ -161,6 +161,8 @@ def offences(module: str, source: str, known: set[str]) -> list[str]:
             found.append(f"{module} imports {name} inside a block")
         if at_top and root in LAZY and LAZY_AT_TOP.get(module) != root:
             found.append(f"{module} imports {name} before it is used")
+        if root == "torch" and folder != "torch":
+            found.append(f"{module} imports {name}: torch lives in trlow.torch alone")
         if root != "trlow":
             allowed = PURE_STANDARD | PURE_EXTRA.get(module, set())
             if module in PURE and root not in allowed:

@@ -1,0 +1,164 @@
+"""From a module's parameters to a plan: buckets in the order in which gradients become ready.
+
+A bucket is one byte range and one all-reduce, which runs beside the rest of the backward. The last
+bucket has nothing left to hide behind, and until the first is full nothing runs at all, so both
+are small; those between are large, since a large all-reduce is the more efficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trlow.dtype import BF16, F16, F32, DType
+from trlow.errors import UsageError
+from trlow.plan import MemoryPlan, PlanBuilder
+from trlow.region import BucketSpec, Region, RegionTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+EDGE_NBYTES = 1 << 20  # of the first and of the last bucket, unless a single tensor is larger
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What the plan has to know of one parameter."""
+
+    name: str
+    count: int
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradient, without pads."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Names of parameters whose gradients are reduced together; all of one dtype."""
+
+    names: tuple[str, ...]
+    dtype: DType
+
+
+def cut(
+    ready: Sequence[Parameter], buckets: int | Sequence[Sequence[str]] | None, nbytes: int
+) -> tuple[Bucket, ...]:
+    """Cut parameters, in the order in which their gradients become ready, into buckets.
+
+    ``buckets`` is a number (buckets of about equal size), lists of names, or None: of at most
+    ``nbytes`` bytes, first and last of at most ``EDGE_NBYTES``. A bucket ends where the dtype
+    changes. Raises ``UsageError`` for lists that are not every trainable parameter once.
+    """
+    if isinstance(buckets, bool) or (isinstance(buckets, int) and buckets < 1) or nbytes < 1:
+        raise UsageError(f"buckets={buckets!r}, bucket_nbytes={nbytes!r}: both must be above 0")
+    if buckets is None:
+        groups = _by_size(ready, nbytes)
+    elif isinstance(buckets, int):
+        groups = _equal(ready, buckets)
+    else:
+        groups = _named(ready, buckets)
+    found: list[Bucket] = []
+    for group in groups:
+        for parameter in group:
+            if found and parameter is not group[0] and found[-1].dtype is parameter.dtype:
+                names = (*found[-1].names, parameter.name)
+                found[-1] = Bucket(names, parameter.dtype)
+            else:
+                found.append(Bucket((parameter.name,), parameter.dtype))
+    return tuple(found)
+
+
+def _by_size(ready: Sequence[Parameter], nbytes: int) -> list[list[Parameter]]:
+    edge = min(EDGE_NBYTES, nbytes)
+    last: list[Parameter] = []
+    rest = list(ready)
+    while len(rest) > 1 and (not last or sum(p.nbytes for p in (*last, rest[-1])) <= edge):
+        last.insert(0, rest.pop())
+    groups: list[list[Parameter]] = [[]]
+    for parameter in rest:
+        room = (edge if len(groups) == 1 else nbytes) - sum(p.nbytes for p in groups[-1])
+        if groups[-1] and parameter.nbytes > room:
+            groups.append([])
+        groups[-1].append(parameter)
+    return [group for group in (*groups, last) if group]
+
+
+def _equal(ready: Sequence[Parameter], number: int) -> list[list[Parameter]]:
+    total = sum(parameter.nbytes for parameter in ready)
+    groups: list[list[Parameter]] = [[] for _ in range(number)]
+    before = 0
+    for parameter in ready:
+        groups[(before + parameter.nbytes // 2) * number // total].append(parameter)
+        before += parameter.nbytes
+    return [group for group in groups if group]  # fewer where one tensor is larger than a part
+
+
+def _named(ready: Sequence[Parameter], wanted: Sequence[Sequence[str]]) -> list[list[Parameter]]:
+    known = {parameter.name: parameter for parameter in ready}
+    given = [name for names in wanted for name in names]
+    wrong = sorted(set(given) ^ set(known)) or sorted({n for n in given if given.count(n) > 1})
+    if wrong:
+        raise UsageError(
+            f"buckets must name every trainable parameter once; look at {', '.join(wrong[:5])}"
+        )
+    return [[known[name] for name in names] for names in wanted if names]
+
+
+def weight(name: str) -> str:
+    """The tensor of the plan that holds a parameter."""
+    return f"W:{name}"
+
+
+def gradient(name: str) -> str:
+    """The tensor of the plan that holds a parameter's gradient, as it is reduced."""
+    return f"G:{name}"
+
+
+def master(name: str) -> str:
+    """The tensor of the plan that holds a gradient for the optimizer, if the wire has its own."""
+    return f"H:{name}"
+
+
+def make_plan(
+    parameters: Sequence[Parameter],
+    buckets: Sequence[Bucket],
+    statistics: Mapping[str, int],
+    wire: DType | None,
+) -> MemoryPlan:
+    """Weights, gradients, running statistics (name -> elements) and the loss of every rank.
+
+    With ``wire`` float32 gradients are reduced in that dtype and widened afterwards.
+    """
+    known = {parameter.name: parameter for parameter in parameters}
+    regions, specs = [], []
+    for k, bucket in enumerate(buckets):
+        reduced = wire if wire is not None and bucket.dtype is F32 else bucket.dtype
+        regions += [
+            Region(f"W_BUCKET_{k}", bucket.dtype, "parameters", persistent=True),
+            Region(f"G_BUCKET_{k}", reduced, "their gradients, reduced in place"),
+            Region(f"H_BUCKET_{k}", bucket.dtype, "their gradients as the optimizer reads them"),
+        ]
+        specs.append(BucketSpec(f"COMM_{k}", f"G_BUCKET_{k}", f"G_BUCKET_{k}"))
+    order = {"W": 0, "G": 1, "H": 2}
+    regions.sort(key=lambda region: order[region.name[0]])  # stable: a kind is one byte range
+    regions.append(Region("B_STATISTICS", F32, "running batch-norm statistics", persistent=True))
+    regions.append(Region("R_LOSS", F32, "the loss of this batch"))
+    builder = PlanBuilder(RegionTable("module", tuple(regions), tuple(specs)))
+    for k, bucket in enumerate(buckets):
+        for name in bucket.names:
+            shape = (known[name].count,)
+            builder.add(f"W_BUCKET_{k}", weight(name), shape)
+            builder.add(f"G_BUCKET_{k}", gradient(name), shape)
+            if wire is not None and bucket.dtype is F32:
+                builder.add(f"H_BUCKET_{k}", master(name), shape)
+    for name, count in statistics.items():
+        builder.add("B_STATISTICS", name, (count,))
+    builder.add("R_LOSS", "loss", (1,))
+    return builder.build()

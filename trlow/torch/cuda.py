@@ -1,0 +1,181 @@
+"""A rank's torch work on a GPU: enqueued on trlow's streams, so that a capture records it.
+
+Everything runs on the rank's own thread, first in the warm-up and then in the capture, because what
+torch keeps per thread (handles and workspaces of cuBLAS, cuDNN's choice of algorithms) has to be
+there before the capture. Kernels of the backward are enqueued by autograd's own thread of the
+device, onto the stream of the forward.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from trlow.program import Stream
+from trlow.replay import RUN_AHEAD
+
+DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trlow.device import Platform
+    from trlow.enqueue import Rank
+    from trlow.torch.batches import BatchShape
+    from trlow.torch.member import Member
+    from trlow.torch.payload import Payload
+
+
+class CudaSide:
+    """The torch work of one rank, enqueued on streams of its GPU."""
+
+    overlaps = True  # a bucket is reduced while the backward goes on
+
+    def __init__(self, platform: Platform, member: Member, shape: BatchShape) -> None:
+        self._platform = platform
+        self.member = member
+        self._shape = shape
+        self._index = member.device.index
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        with torch.cuda.device(self._index):
+            self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+            # Without timing; an event is made by its first record, which is in the warm-up.
+            self._ready = [torch.cuda.Event() for _ in member.buckets]
+            self._computed, self._gathered = torch.cuda.Event(), torch.cuda.Event()
+            self._copied = [torch.cuda.Event() for _ in range(RUN_AHEAD)]
+        # Where the graph reads its inputs. Their strides are those of the example, without gaps.
+        self._targets = [(each.data_ptr(), each.nbytes) for each in member.inputs]
+        self._staging = [
+            [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
+        ]
+        member.on_bucket = self._mark
+
+    def _mark(self, bucket: int) -> None:
+        """On autograd's thread, whose current stream is that of the forward."""
+        self._ready[bucket].record()
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.ExternalStream(handle, device=self._index)
+        return self._streams[handle]
+
+    @contextmanager
+    def _on(self, handle: int) -> Iterator[torch.cuda.Stream]:
+        """Torch enqueues on this stream and allocates from a pool that is the graphs' own.
+
+        A graph uses the addresses of its capture in every replay. From the common pool torch would
+        hand them out again to whoever asks next. The pool takes the allocations of all threads on
+        this GPU, not of the caller's alone, because those of the backward are autograd's. While it
+        does, torch does not look at events of freed blocks either, a look that ends a capture.
+        """
+        pool, index, stream = self._pool, self._index, self._stream(handle)
+        if pool is None:
+            message = "the pool is closed"
+            raise RuntimeError(message)
+        with torch.cuda.device(index), torch.cuda.stream(stream):
+            torch._C._cuda_beginAllocateToPool(index, pool.id)
+            try:
+                yield stream
+            finally:
+                torch._C._cuda_endAllocateToPool(index, pool.id)
+                torch._C._cuda_releasePool(index, pool.id)
+
+    def compute(self, handle: int) -> None:
+        """Forward and backward; each bucket that is ready leaves an event behind."""
+        member = self.member
+        with self._on(handle) as stream:
+            member.keep_loss(member.forward_backward(self._shape, member.inputs))
+            self._computed.record(stream)
+
+    def gather(self, bucket: int, handle: int) -> None:
+        """The gradients of one bucket, behind its event and beside the rest of the backward.
+
+        They stay referenced until the next forward, so no other tensor of this step gets their
+        memory although this stream still reads it.
+        """
+        with self._on(handle) as stream:
+            stream.wait_event(self._ready[bucket])
+            self.member.gather(bucket)
+            self._gathered.record(stream)
+
+    def apply(self, handle: int) -> None:
+        """The optimizer step. The warm-up has no other order than these two events."""
+        with self._on(handle) as stream:
+            stream.wait_event(self._computed)
+            stream.wait_event(self._gathered)
+            self.member.apply()
+
+    def before(self, rank: Rank, step: int, payload: Payload) -> None:
+        """The inputs of a step, on UPDATE ahead of the graph.
+
+        A tensor on this GPU that lies as the graph's input does is copied by one call of CUDA;
+        torch's own copy, in a context of its own, costs the host five times as much.
+        """
+        member, mine = self.member, payload.shards[rank.index]
+        cudart, stream = self._platform.cudart, rank.streams[Stream.UPDATE]
+        if payload.rates is not None or not all(map(self._lies_like, mine, member.inputs)):
+            self._slowly(rank, step, payload)
+            return
+        event = payload.ready.get(member.device)
+        if event is not None:
+            cudart.cudaStreamWaitEvent(stream, event.cuda_event, 0)
+        for source, (target, nbytes) in zip(mine, self._targets, strict=True):
+            pointer = source.data_ptr()
+            cudart.cudaMemcpyAsync(target, pointer, nbytes, DEVICE_TO_DEVICE, stream)
+
+    def _lies_like(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return source.device == target.device and source.stride() == target.stride()
+
+    def _slowly(self, rank: Rank, step: int, payload: Payload) -> None:
+        """Whatever torch can copy. What comes from the host goes through a buffer of its own.
+
+        TRANS fills that beside the step before. The step two back has read it by now: the bounded
+        run-ahead has waited for it.
+        """
+        member, mine = self.member, payload.shards[rank.index]
+        update = self._stream(rank.streams[Stream.UPDATE])
+        trans = self._stream(rank.streams[Stream.TRANS])
+        staging, copied = self._staging[step % RUN_AHEAD], self._copied[step % RUN_AHEAD]
+        with torch.cuda.device(self._index):
+            with torch.cuda.stream(trans):
+                for target, source in zip(staging, mine, strict=True):
+                    if not source.is_cuda:
+                        target.copy_(source, non_blocking=True)
+                copied.record(trans)
+            with torch.cuda.stream(update):
+                update.wait_event(copied)
+                for event in payload.ready.values():
+                    update.wait_event(event)
+                for target, buffer, source in zip(member.inputs, staging, mine, strict=True):
+                    target.copy_(source if source.is_cuda else buffer, non_blocking=True)
+                if payload.rates is not None:
+                    member.update.set_rates(payload.rates)
+
+    def alone(self, rank: Rank, function: Callable[[], None]) -> None:
+        """Run torch work outside of any step; it is complete on return."""
+        # After a capture that failed, the next check of a launch would find that old error.
+        self._platform.cudart.cudaGetLastError()
+        update = self._stream(rank.streams[Stream.UPDATE])
+        with torch.cuda.device(self._index), torch.cuda.stream(update):
+            function()
+        update.synchronize()
+
+    def check(self) -> None:
+        """Nothing is kept back: what fails on a GPU ends the run."""
+
+    def close(self) -> None:
+        """Give the memory back to the GPU. No graph may be alive. On the rank's own thread."""
+        self.member.on_bucket = None
+        for parameter in self.member.trainable.values():
+            parameter.grad = None
+        self._staging.clear()
+        self._streams.clear()
+        self._pool = None
+        with torch.cuda.device(self._index):
+            # cuBLAS keeps a workspace for each of the streams, which are about to go.
+            torch._C._cuda_clearCublasWorkspaces()
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -1,0 +1,241 @@
+"""One rank's module, loss and optimizer: the torch work of a step, on whatever device.
+
+Parameters, gradients, running statistics and the loss are views of the rank's arena, so a
+collective on a byte range is one on all of them. Nothing here knows streams or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from trlow.errors import UsageError
+from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, master, weight
+from trlow.torch.update import Update
+
+if TYPE_CHECKING:
+    from trlow.dtype import DType
+    from trlow.torch.batches import BatchShape
+
+Factory = Callable[[], torch.nn.Module]
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every rank does in a step."""
+
+    factory: Factory
+    loss_fn: LossFunction
+    optimizer: OptimizerFactory
+    autocast: torch.dtype | None
+    accumulate: int
+    clip_norm: float | None
+    world_size: int
+
+
+def plain(module: torch.nn.Module) -> torch.nn.Module:
+    """The module itself, where ``torch.compile`` has wrapped it."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+class Member:
+    """The module of one rank. Made by the caller's thread, afterwards the rank's own."""
+
+    def __init__(self, rank: int, device: torch.device, work: Work) -> None:
+        """Build the module. Raises ``UsageError`` for one that cannot be trained this way."""
+        self.rank, self.device, self.work = rank, device, work
+        self.forward = work.factory().to(device)
+        self.module = plain(self.forward)
+        self.module.train()
+        for name, part in self.module.named_modules():
+            if isinstance(part, torch.nn.SyncBatchNorm):
+                raise UsageError(
+                    f"{name or 'the module'} is a SyncBatchNorm: its collectives are those of "
+                    "torch.distributed, which has no process group here; use BatchNorm, whose "
+                    "running statistics are averaged over the ranks"
+                )
+        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.update = Update(work, list(self.trainable.values()), device)
+        self.order: list[str] = []  # of the newest backward: names as gradients became ready
+        self.on_bucket: Callable[[int], None] | None = None  # told when a bucket is ready
+        self.buckets: tuple[Bucket, ...] = ()
+        self.inputs: list[torch.Tensor] = []
+        self._waiting: list[int] = []
+        self._bucket_of: dict[str, int] = {}
+        self._reduced: list[list[torch.Tensor]] = []  # by bucket: views that are reduced
+        self._grads: list[list[torch.Tensor]] = []  # by bucket: views that the optimizer reads
+        for name, parameter in self.trainable.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, name))
+
+    def parameters(self) -> list[Parameter]:
+        """The trainable parameters as the plan sees them."""
+        found = []
+        for name, p in self.trainable.items():
+            if p.dtype not in DTYPES:
+                raise UsageError(f"parameter {name} is {p.dtype}; known are {list(DTYPES)}")
+            found.append(Parameter(name, p.numel(), DTYPES[p.dtype]))
+        return found
+
+    def statistics(self) -> dict[str, int]:
+        """Running means and variances of batch norms, and their elements."""
+        return {name: buffer.numel() for name, (_, _, buffer) in self._statistics().items()}
+
+    def _statistics(self) -> dict[str, tuple[_NormBase, str, torch.Tensor]]:
+        found = {}
+        for prefix, part in self.module.named_modules():
+            if not isinstance(part, _NormBase):
+                continue
+            for key in ("running_mean", "running_var"):
+                buffer = getattr(part, key)
+                if isinstance(buffer, torch.Tensor) and buffer.dtype is torch.float32:
+                    found[f"{prefix}.{key}"] = (part, key, buffer)
+        return found
+
+    # -- memory
+
+    def adopt(
+        self,
+        view: Callable[[str], torch.Tensor],
+        buckets: tuple[Bucket, ...],
+        wire: DType | None,
+    ) -> None:
+        """Move into the arena; ``view(name)`` is a tensor of the plan, flat."""
+        self.buckets = buckets
+        self._bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
+        widened = wire is not None
+        self._reduced, self._grads = [], []
+        for bucket in buckets:
+            mine = [self.trainable[name] for name in bucket.names]
+            for name, parameter in zip(bucket.names, mine, strict=True):
+                place = _like(view(weight(name)), parameter)
+                place.copy_(parameter.detach())
+                parameter.data = place
+            reduced = [_like(view(gradient(n)), p) for n, p in zip(bucket.names, mine, strict=True)]
+            self._reduced.append(reduced)
+            self._grads.append(
+                [_like(view(master(n)), p) for n, p in zip(bucket.names, mine, strict=True)]
+                if widened and bucket.dtype is DTYPES[torch.float32]
+                else reduced
+            )
+        for name, (part, key, buffer) in self._statistics().items():
+            place = view(name).view(buffer.shape)
+            place.copy_(buffer)
+            part._buffers[key] = place
+        self.loss = view("loss")
+
+    def leave(self) -> None:
+        """Move out of the arena, into memory of its own."""
+        for parameter in self.trainable.values():
+            parameter.grad = None
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        for part, key, buffer in self._statistics().values():
+            part._buffers[key] = buffer.clone()
+        self._reduced, self._grads, self.inputs = [], [], []
+        self.loss = torch.empty(0)
+        self.update.forget()
+
+    def restart(self, state: dict[str, Any]) -> None:
+        """As before the first step: this state, an optimizer without history, no gradients."""
+        self.put(state)
+        self.update.restart()
+        with torch.no_grad():
+            for views in self._reduced:
+                torch._foreach_zero_(views)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, the tensors themselves."""
+        return self.module.state_dict(keep_vars=False)
+
+    def put(self, state: dict[str, Any]) -> None:
+        """Copy a state dict into the tensors that are there. Raises ``UsageError``."""
+        mine = self.state()
+        if mine.keys() != state.keys():
+            wrong = sorted(mine.keys() ^ state.keys())[:5]
+            raise UsageError(f"the state dict differs from the module's: {', '.join(wrong)}")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                if tensor.shape != state[name].shape:
+                    shapes = tuple(state[name].shape), tuple(tensor.shape)
+                    raise UsageError(f"{name}: the state dict has {shapes[0]}, not {shapes[1]}")
+                tensor.copy_(state[name])
+
+    # -- the work of a step
+
+    def _ready(self, name: str, _: torch.Tensor) -> None:
+        """A hook of autograd, on its thread: the gradient of one parameter is complete."""
+        self.order.append(name)
+        if self._waiting:
+            bucket = self._bucket_of[name]
+            self._waiting[bucket] -= 1
+            if self._waiting[bucket] == 0 and self.on_bucket is not None:
+                self.on_bucket(bucket)
+
+    def forward_backward(self, shape: BatchShape, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """Leave gradients in ``.grad``; returns the loss, detached."""
+        self.order = []
+        self._waiting = [len(bucket.names) for bucket in self.buckets]
+        for parameter in self.trainable.values():
+            parameter.grad = None  # so that autograd hands its own tensor over and adds nothing
+        dtype = self.work.autocast
+        cast = torch.autocast(self.device.type, dtype) if dtype is not None else nullcontext()
+        with torch.enable_grad(), cast:
+            loss = self.work.loss_fn(self.forward, shape.build(inputs))
+        shape_of = getattr(loss, "shape", None)
+        if shape_of is None or loss.numel() != 1:
+            got = type(loss).__name__ if shape_of is None else tuple(shape_of)
+            raise UsageError(f"loss_fn must return a scalar tensor, it returned {got}")
+        # What autograd starts from carries 1 / ranks and the loss scale, so that the sum over ranks
+        # is the mean and no kernel has to scale it.
+        torch.autograd.backward(loss, self.update.seed.to(loss.dtype).view(loss.shape))
+        missing = [name for name, p in self.trainable.items() if p.grad is None]
+        if missing:
+            raise UsageError(
+                f"{len(missing)} parameters got no gradient, {', '.join(missing[:5])} among them: "
+                "call requires_grad_(False) on what the loss does not use"
+            )
+        return loss.detach()
+
+    def keep_loss(self, loss: torch.Tensor) -> None:
+        """Put the loss where it is reduced."""
+        self.loss.copy_(loss.view(1))
+
+    def gather(self, bucket: int) -> None:
+        """Gradients of one bucket into its byte range: one multi-tensor kernel."""
+        parameters = [self.trainable[name] for name in self.buckets[bucket].names]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        reduced = self._reduced[bucket]
+        with torch.no_grad():
+            if self.work.accumulate > 1:
+                torch._foreach_add_(reduced, grads)
+            else:
+                torch._foreach_copy_(reduced, grads)
+
+    def apply(self) -> None:
+        """Take one optimizer step with the reduced gradients."""
+        with torch.no_grad():
+            for reduced, grads in zip(self._reduced, self._grads, strict=True):
+                if grads is not reduced:
+                    torch._foreach_copy_(grads, reduced)
+        for bucket, grads in zip(self.buckets, self._grads, strict=True):
+            for name, grad in zip(bucket.names, grads, strict=True):
+                self.trainable[name].grad = grad
+        every = [grad for grads in self._grads for grad in grads]
+        self.update.step(every)
+        if self.work.accumulate > 1:
+            with torch.no_grad():
+                torch._foreach_zero_([view for views in self._reduced for view in views])
+
+
+def _like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view of ``flat`` with the shape of ``parameter``, and its strides if those are dense."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())

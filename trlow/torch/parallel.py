@@ -1,0 +1,325 @@
+"""``StaticDataParallel``: a torch module trained by one graph launch per GPU and step."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from trlow.device import Platform
+from trlow.errors import TrlowError, UsageError
+from trlow.runtime import Runtime
+from trlow.settings import Settings
+from trlow.stepping import Result, Stepper
+from trlow.torch.batches import BatchShape
+from trlow.torch.blame import blamed
+from trlow.torch.buckets import DTYPES, cut, make_plan
+from trlow.torch.cuda import CudaSide
+from trlow.torch.host import HostSide
+from trlow.torch.measure import readiness
+from trlow.torch.member import Factory, LossFunction, Member, OptimizerFactory, Work
+from trlow.torch.payload import Payload, Ready
+from trlow.torch.rates import Rates
+from trlow.torch.stages import STATISTICS, step_program
+from trlow.torch.views import tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trlow.enqueue import Rank
+    from trlow.replay import Replay
+
+AUTOCASTS = (None, torch.bfloat16, torch.float16)
+WIRES = (None, torch.bfloat16, torch.float16)
+BUCKET_NBYTES = 25 << 20
+
+
+class Loss:
+    """The loss of one step, averaged over the ranks. Reading it waits for that step."""
+
+    def __init__(self, result: Result, world_size: int) -> None:
+        self._result, self._world_size = result, world_size
+
+    def item(self) -> float:
+        """The value. Raises what the step has come to, if it failed."""
+        return float(self._result.values()[0]) / self._world_size
+
+    __float__ = item
+
+    def __repr__(self) -> str:
+        return f"Loss(step {self._result.step})"
+
+
+class StaticDataParallel:
+    """A replica of a module on every rank, whose step is captured once and replayed.
+
+    What is static is checked: shapes and dtypes of the batch, the parameters that get a gradient,
+    the order in which they get it. A step may not allocate outside of torch, wait for the device,
+    or draw random numbers (dropout). Used by one thread; a context manager.
+    """
+
+    def __init__(
+        self,
+        factory: Factory,
+        loss_fn: LossFunction,
+        settings: Settings | None = None,
+        *,
+        optimizer: OptimizerFactory,
+        buckets: int | Sequence[Sequence[str]] | None = None,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        autocast: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        statistics: str = "mean",
+    ) -> None:
+        """Build a module and an optimizer for each rank; all get rank 0's weights.
+
+        ``factory()`` returns a module, ``loss_fn(module, batch)`` a scalar, ``optimizer(params)``
+        an optimizer with ``fused=True`` or ``capturable=True`` on GPUs. ``buckets`` is a number,
+        lists of parameter names, or None: of ``bucket_nbytes``, the first and last small.
+        ``autocast`` is torch.bfloat16 or torch.float16 (with a loss scale on the device), ``wire``
+        the dtype in which float32 gradients are reduced. Every ``accumulate``-th step updates, with
+        gradients averaged over those steps. ``clip_norm`` is the largest global norm of a gradient.
+        ``statistics`` says what becomes of running batch-norm statistics: "mean" over ranks after
+        each batch, or those of "rank0". Raises ``UsageError``, ``SettingsError``, ``LibraryError``.
+        """
+        self.settings = settings or Settings()
+        _check_choice("autocast", autocast, AUTOCASTS)
+        _check_choice("wire", wire, WIRES)
+        _check_choice("statistics", statistics, STATISTICS)
+        if type(accumulate) is not int or accumulate < 1:
+            raise UsageError(f"accumulate must be an int of at least 1, not {accumulate!r}")
+        self._platform = Platform.open(self.settings)
+        devices = self.settings.devices(self._platform.device_count())
+        kind = "cpu" if self._platform.name == "host" else "cuda"
+        self.world_size = len(devices)
+        work = Work(factory, loss_fn, optimizer, autocast, accumulate, clip_norm, self.world_size)
+        self._members = [
+            Member(rank, torch.device(kind, 0 if kind == "cpu" else device), work)
+            for rank, device in enumerate(devices)
+        ]
+        for member in self._members[1:]:
+            member.put(self._members[0].state())
+        self._work, self._buckets, self._bucket_nbytes = work, buckets, bucket_nbytes
+        self._wire = None if wire is None else DTYPES[wire]
+        self._statistics = statistics
+        self._rates = Rates(self._members[0].update.rates)
+        self._sides: list[CudaSide | HostSide] = []
+        self._runtime: Runtime | None = None
+        self._stepper: Stepper | None = None
+        self._replays: list[Replay] = []
+        self._shape: BatchShape | None = None
+        self._events = Ready()
+        self._steps = 0
+        self._closed = False
+
+    # -- compile
+
+    def compile(self, example_batch: Any) -> None:
+        """Measure, plan, warm up and capture for batches like this one; the weights stay.
+
+        The first dimension of each tensor counts the rows of all ranks. Called again after a
+        failed step it captures anew. Raises ``UsageError``, ``CaptureError``, ``RankError``, with
+        nothing left behind.
+        """
+        self._check_open()
+        self._drop()
+        self._shape = BatchShape(example_batch, self.world_size)
+        state = {name: _copy(value) for name, value in self._members[0].state().items()}
+        try:
+            self._build(self._shape, example_batch, state)
+        except BaseException as error:
+            blamed(error, self._members[0].module)
+            try:
+                self._drop()
+            except TrlowError as second:
+                error.add_note(f"while giving memory back: {second}")
+            raise
+
+    def _build(self, shape: BatchShape, example: Any, state: dict[str, Any]) -> None:
+        members = self._members
+        shards = shape.cut(example)
+        order = readiness(members, shape, shards)
+        ready = {parameter.name: parameter for parameter in members[0].parameters()}
+        buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
+        plan = make_plan(tuple(ready.values()), buckets, members[0].statistics(), self._wire)
+        runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
+        side = HostSide if self._platform.name == "host" else CudaSide
+
+        def adopt(rank: Rank) -> CudaSide | HostSide:
+            member = members[rank.index]
+            member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
+            member.adopt(lambda name: tensor_of(rank.arena, name), buckets, self._wire)
+            return side(self._platform, member, shape)
+
+        self._sides = runtime.together(adopt)
+        gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
+        programs = [step_program(plan, self._sides, self._statistics, last=True)]
+        if self._work.accumulate > 1:
+            programs.append(step_program(plan, self._sides, self._statistics, last=False))
+        for program in programs:
+            self._replays.append(runtime.capture(program))
+        self._each(lambda member: member.restart(state))
+        for each in self._sides:
+            each.check()
+        self._stepper = Stepper(self._replays, self._before, plan.range("loss"))
+        self._steps = 0
+
+    def _before(self, rank: Rank, step: int, payload: Payload) -> None:
+        self._sides[rank.index].before(rank, step, payload)
+
+    # -- steps
+
+    def step(self, batch: Any = None, *, shards: Any = None) -> Loss:
+        """Train on one batch, or on one batch of each rank as ``shards``. Returns at once.
+
+        At most two steps are waiting for the devices; a batch may not be written to before two
+        further calls or ``synchronize``. Raises ``UsageError`` for a batch unlike the example, and
+        what an earlier step has failed with; after that ``compile`` captures anew.
+        """
+        shape, stepper = self._ready()
+        if (batch is None) == (shards is None):
+            raise UsageError("step() takes a batch, or shards=[...], one batch for each rank")
+        parts = shape.cut(batch) if shards is None else shape.given(shards)
+        self._steps += 1
+        last = self._steps % self._work.accumulate == 0
+        payload = Payload(parts, self._rates.changed(), self._events.record(parts, self._steps))
+        result = stepper.step(payload, 0 if last else 1)
+        return Loss(result, self.world_size)
+
+    def synchronize(self) -> None:
+        """Wait for every step. Raises what one has failed with."""
+        if self._stepper is not None:
+            self._stepper.end()
+        for side in self._sides:
+            side.check()
+
+    def _ready(self) -> tuple[BatchShape, Stepper]:
+        self._check_open()
+        if self._shape is None or self._stepper is None:
+            raise UsageError("call compile(example_batch) first; after a failed step, again")
+        return self._shape, self._stepper
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("closed; make a new StaticDataParallel")
+
+    # -- state
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """For torch's learning-rate schedules: one group for each of the real optimizer's.
+
+        A learning rate that is set here counts from the next step on. It holds no parameter.
+        """
+        return self._rates.optimizer
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Rank 0's module after every step so far. Its tensors change with the next step."""
+        self.synchronize()
+        return self._members[0].module
+
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Every rank's module, to look at; they hold the same weights."""
+        self.synchronize()
+        return tuple(member.module for member in self._members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rank 0's state, copied; interchangeable with that of the plain module."""
+        self.synchronize()
+        return {name: _copy(value) for name, value in self._members[0].state().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy a state dict to every rank. Raises ``UsageError`` for one of another module."""
+        self.synchronize()
+        self._each(lambda member: member.put(state))
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The state of rank 0's optimizer, copied, with the learning rates that count."""
+        self.synchronize()
+        state = self._members[0].update.optimizer.state_dict()
+        copied = {
+            index: {key: _copy(value) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        groups = [
+            group | {"lr": rate}
+            for group, rate in zip(state["param_groups"], self._rates.now(), strict=True)
+        ]
+        return {"state": copied, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy an optimizer's state to every rank; after ``compile``, which makes it."""
+        self._ready()
+        self.synchronize()
+        self._each(lambda member: member.update.put(state))
+        self._rates.set([float(group["lr"]) for group in state["param_groups"]])
+
+    def _each(self, function: Callable[[Member], None]) -> None:
+        """For every rank, on its own thread where there is one."""
+        runtime, sides, members = self._runtime, self._sides, self._members
+        if runtime is None or not sides:
+            for member in members:
+                function(member)
+            return
+        runtime.together(
+            lambda rank: sides[rank.index].alone(rank, lambda: function(members[rank.index]))
+        )
+
+    # -- end
+
+    def _drop(self) -> None:
+        """Everything that compile() made; the modules live on in memory of their own."""
+        runtime, stepper, sides = self._runtime, self._stepper, self._sides
+        self._runtime, self._stepper, self._sides = None, None, []
+        if runtime is None:
+            return
+        try:
+            if stepper is not None:
+                stepper.end()
+        except TrlowError as error:
+            warnings.warn(f"a step failed: {error}", RuntimeWarning, stacklevel=3)
+        if runtime.dead:
+            return  # a thread may hang in C inside what would go
+        if stepper is not None:
+            stepper.close()
+        if sides:
+            self._leave(runtime, sides)
+        runtime.close()
+
+    def _leave(self, runtime: Runtime, sides: list[CudaSide | HostSide]) -> None:
+        """Modules move out; graphs go before the pools of torch that they use, streams after."""
+        members, replays = self._members, self._replays
+        self._replays = []
+        runtime.together(lambda rank: sides[rank.index].alone(rank, members[rank.index].leave))
+        for replay in replays:
+            runtime.release(replay)
+        runtime.together(lambda rank: sides[rank.index].close())
+
+    def close(self) -> None:
+        """Wait for every step and give everything back. A second call does nothing.
+
+        ``module`` and ``state_dict`` go on working. A step that has failed is a warning here.
+        """
+        if not self._closed:
+            self._drop()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
