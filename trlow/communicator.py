@@ -48,20 +48,55 @@ class Call:
 class Communicators:
     """One communicator per rank of one process. Groups are issued by the coordinator only."""
 
-    def __init__(self, platform: Platform, devices: Sequence[int]) -> None:
-        """``ncclCommInitAll`` over ``devices``. Runs on the coordinator. Raises ``NcclError``."""
+    def __init__(
+        self, platform: Platform, devices: Sequence[int], given: Sequence[int] | None = None
+    ) -> None:
+        """``ncclCommInitAll`` over ``devices``, or those that are ``given``. On the coordinator.
+
+        Those that are given are checked, and never destroyed; an abort is theirs, too. Raises
+        ``NcclError``, ``UsageError``.
+        """
         self._nccl = platform.nccl
         self._platform = platform
         self.devices = tuple(devices)
-        handles = (c_void_p * len(devices))()
-        with platform.on(devices[0]):  # the call leaves another device current
-            self._nccl.ncclCommInitAll(handles, len(devices), (c_int * len(devices))(*devices))
-        self.handles: list[int] = [handle or 0 for handle in handles]
+        self._given = given is not None
+        self.handles = self._make() if given is None else list(given)
         self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
         self._windows: dict[int, int] = {}  # rank -> ncclWindow_t
         self._aborts: list[threading.Thread] = []
         self._abort_lock = threading.Lock()
         self._abort_errors: list[TrlowError] = []
+        if self._given:
+            self._check_given()
+
+    def _make(self) -> list[int]:
+        devices = self.devices
+        handles = (c_void_p * len(devices))()
+        with self._platform.on(devices[0]):  # the call leaves another device current
+            self._nccl.ncclCommInitAll(handles, len(devices), (c_int * len(devices))(*devices))
+        return [handle or 0 for handle in handles]
+
+    def _check_given(self) -> None:
+        errors = self.async_errors()
+        for rank, (handle, device) in enumerate(zip(self.handles, self.devices, strict=True)):
+            if rank in errors:
+                raise UsageError(
+                    f"the communicator given for rank {rank} is broken: {errors[rank]}"
+                )
+            wanted = {
+                "ranks (ncclCommCount)": (self._nccl.ncclCommCount, len(self.devices)),
+                "as its rank (ncclCommUserRank)": (self._nccl.ncclCommUserRank, rank),
+                "as its device (ncclCommCuDevice)": (self._nccl.ncclCommCuDevice, device),
+            }
+            for what, (ask, right) in wanted.items():
+                has = c_int()
+                ask(handle, byref(has))
+                if has.value != right:
+                    raise UsageError(
+                        f"the communicator given for rank {rank} has {has.value} {what}, the "
+                        f"runtime needs {right}; give one for each rank, in the order of its "
+                        f"devices {self.devices}"
+                    )
 
     def group(self, calls: Iterable[Call]) -> None:
         """Issue all calls as one group, or nothing at all. Raises ``NcclError``, ``UsageError``."""
@@ -215,7 +250,7 @@ class Communicators:
         return self._abort_errors[0] if self._abort_errors else None
 
     def close(self) -> None:
-        """Windows, reductions, communicators; every graph that captured them must be gone."""
+        """Windows, reductions, own communicators; every graph that captured them must be gone."""
         handles, self.handles = self.handles, []
         windows, self._windows = self._windows, {}
         reductions, self._reductions = self._reductions, {}
@@ -230,6 +265,7 @@ class Communicators:
         releases += [
             (rank, partial(self._nccl.ncclCommDestroy, handle))
             for rank, handle in enumerate(handles)
+            if not self._given
         ]
         first: ForeignError | None = None
         for rank, release in releases:

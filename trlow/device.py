@@ -18,17 +18,17 @@ from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
 from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
+from trlow.interop import NON_BLOCKING, StreamHandle, check_lent
 from trlow.kernel_cache import KernelCache
 from trlow.settings import variables_in_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
     from trlow.binding.clib import Library
     from trlow.binding.host import HostLibraries
     from trlow.settings import Settings
 
-NON_BLOCKING = 1  # cudaStreamNonBlocking: no stream ever orders itself with the legacy stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming
 NO_DEVICE = (35, 100)  # cudaErrorInsufficientDriver, cudaErrorNoDevice: both mean "no GPU"
 
@@ -193,31 +193,49 @@ def _destroy_all(destroy: Callable[[int], object], handles: dict[Hashable, int])
 
 
 class Streams:
-    """The non-blocking streams of one rank by key. Made and closed on the rank's own thread."""
+    """The non-blocking streams of one rank by key. Made and closed on the rank's own thread.
 
-    def __init__(self, platform: Platform, keys: Iterable[Hashable]) -> None:
+    Those that are ``lent`` are used as they are, and not destroyed.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        keys: Iterable[Hashable],
+        lent: Mapping[Hashable, int] | None = None,
+    ) -> None:
+        """Raises ``UsageError`` for a lent stream that blocks, or is another device's."""
         self._platform = platform
-        self._handles: dict[Hashable, int] = {}
+        self._lent = dict(lent or {})
+        self._handles: dict[Hashable, int] = {}  # those made here
+        for key, handle in self._lent.items():
+            check_lent(platform.cudart, key, handle)
         try:
             for key in keys:
-                handle = c_void_p()
-                platform.cudart.cudaStreamCreateWithFlags(byref(handle), NON_BLOCKING)
-                self._handles[key] = handle.value or 0
+                if key not in self._lent:
+                    made = c_void_p()
+                    platform.cudart.cudaStreamCreateWithFlags(byref(made), NON_BLOCKING)
+                    self._handles[key] = made.value or 0
         except BaseException:
             self.close()
             raise
 
     def __getitem__(self, key: Hashable) -> int:
         """The handle (cudaStream_t) of the stream named ``key``."""
-        return self._handles[key]
+        return self._lent[key] if key in self._lent else self._handles[key]
+
+    def object(self, key: Hashable) -> StreamHandle:
+        """The stream named ``key`` for libraries that take an object with ``__cuda_stream__``."""
+        return StreamHandle(self[key])
 
     def synchronize(self) -> None:
         """Wait for every stream. Only outside the replay loop."""
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._lent.values()):
             self._platform.cudart.cudaStreamSynchronize(handle)
 
     def close(self) -> None:
         """Destroy the streams; a second call does nothing. One that fails spares no other."""
+        self._lent.clear()
         _destroy_all(self._platform.cudart.cudaStreamDestroy, self._handles)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from trlow.device import Platform
+    from trlow.interop import Lent
     from trlow.plan import MemoryPlan
     from trlow.ranks import Status
 
@@ -34,6 +35,7 @@ class Opening:
     plan: MemoryPlan
     window: bool  # arenas from NCCL's allocator, to be registered as one symmetric window
     watched: bool  # beats in graphs
+    lent: Lent  # streams of others
 
     def open(
         self,
@@ -46,7 +48,7 @@ class Opening:
         """Make one rank; ``stack`` gets what closes it, also where this raises."""
         platform = self.platform
         platform.cudart.cudaSetDevice(device)
-        streams = Streams(platform, Stream)
+        streams = Streams(platform, Stream, self.lent.of_rank(rank))
         stack.callback(streams.close)
         update = streams[Stream.UPDATE]
         arena = Arena(platform, self.plan, rank, update, call, window=self.window)

@@ -20,12 +20,14 @@ from trlow.device import Platform
 from trlow.eager import run_eagerly
 from trlow.enqueue import groups_of
 from trlow.errors import TrlowError, UsageError
+from trlow.interop import Lent
+from trlow.program import Stream
 from trlow.range_op import FeedCopy
 from trlow.replay import RUN_AHEAD, Replay, check_steps, prepare_rank
 from trlow.team import Team
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trlow.arena import Arena
     from trlow.enqueue import Rank
@@ -47,9 +49,22 @@ class Runtime:
     """
 
     def __init__(
-        self, settings: Settings, plan: MemoryPlan, *, platform: Platform | None = None
+        self,
+        settings: Settings,
+        plan: MemoryPlan,
+        *,
+        platform: Platform | None = None,
+        communicators: Sequence[int] | None = None,
+        streams: Mapping[Stream, Sequence[object]] | None = None,
     ) -> None:
         """Make threads, communicators, streams and arenas.
+
+        ``communicators`` lends one ncclComm_t for each rank, of the same copy of NCCL, ``streams``
+        one stream for each rank in place of one of its own: a cudaStream_t or an object with
+        ``__cuda_stream__``, non-blocking. They stay the caller's, who uses them only while no call
+        of the runtime runs, and destroys them after ``close``. But if a rank fails, only an abort
+        brings the others back: after such a ``RankError``, which says so, the communicators are
+        gone, and ``capture`` and ``eager`` raise ``UsageError``.
 
         Raises ``SettingsError`` or ``PlanError`` before anything is allocated, later ``CudaError``,
         ``NcclError`` or ``RankError`` with nothing left behind.
@@ -58,6 +73,7 @@ class Runtime:
         self.plan = plan
         self.platform = platform or Platform.open(settings)
         devices = settings.devices(self.platform.device_count())
+        lent = Lent.checked(communicators, streams, len(devices), tuple(Stream))
         check_window(settings, self.platform, len(devices))
         check_memory(self.platform, plan, devices)
         self.captured: Counter[str] = Counter()  # graphs captured per rank, by stage or program
@@ -73,6 +89,7 @@ class Runtime:
             self._destroy_graphs,
             watched=settings.watch,
             window=settings.arena == "window",
+            lent=lent,
         )
         ranks = self._team.ranks
         self._forgotten = weakref.finalize(

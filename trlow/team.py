@@ -19,6 +19,7 @@ from trlow.connection import Connection
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous
 from trlow.errors import ForeignError, RankError, UsageError
+from trlow.interop import Lent
 from trlow.joint import JointRun, Part, persist
 from trlow.opening import Opening
 from trlow.ranks import Job, Ranks
@@ -54,19 +55,23 @@ class Team:
         *,
         watched: bool,
         window: bool = False,
+        lent: Lent | None = None,
     ) -> None:
         """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs.
 
-        With ``window`` the arenas are one symmetric window of the communicators.
+        With ``window`` the arenas are one symmetric window of the communicators. What is ``lent``
+        is used in place of communicators and streams of the team's own.
         """
         self._watched = watched
         self._window = window
+        self._lent = lent or Lent()
         self.platform = platform
         self.plan = plan
         self.ranks = Ranks(devices, deadline_s)
         self.members: list[Rank] = []
         self._destroy_graphs = destroy_graphs
-        self._connection = Connection(platform, self.ranks, window=window)
+        given = self._lent.communicators
+        self._connection = Connection(platform, self.ranks, window=window, given=given)
         self._stacks = [ExitStack() for _ in devices]
         self._dead: str | None = None
         self._closed = False
@@ -109,7 +114,7 @@ class Team:
         """What one rank owns, on its own thread; the stack closes it in the right order."""
         call = partial(self._call, self.ranks.workers[rank])
         status, device = self.ranks.statuses[rank], self.ranks.devices[rank]
-        opening = Opening(self.platform, self.plan, self._window, self._watched)
+        opening = Opening(self.platform, self.plan, self._window, self._watched, self._lent)
         return opening.open(rank, device, status, call, self._stacks[rank])
 
     # -- running
@@ -206,9 +211,10 @@ class Team:
         try:
             self.ranks.queue(jobs)
             error = self.ranks.join(jobs, on_stop=run.stop, progress=run.moved)
-        except BaseException:
+        except BaseException as stopped:
             persist(run.end)  # a second Ctrl-C must not leave ranks half stopped
             persist(partial(self._recover, jobs))
+            self._connection.note(stopped)
             raise
         finally:
             self._running = None
@@ -216,7 +222,9 @@ class Team:
                 threading.Event().wait()  # a daemon at interpreter exit: nobody hears its error
         if error is not None:
             self._recover(jobs)
-            raise run.explained(error)
+            explained = run.explained(error)
+            self._connection.note(explained)
+            raise explained
         return [job.result for job in jobs[: len(members)]]
 
     def leave(self) -> None:

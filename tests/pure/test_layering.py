@@ -39,7 +39,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("binding.driver", "binding.nccl"),
     ("binding.host",),
     ("binding",),
-    ("loopback", "kernel_cache"),
+    ("loopback", "kernel_cache", "interop"),
     ("device", "kernel_image", "dlpack"),
     ("kernel", "arena", "communicator", "ranks", "feed"),
     ("nodes",),
