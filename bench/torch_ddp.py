@@ -8,7 +8,8 @@ own (torch_sides.py), set up at once, kept alive, and run in turn, round by roun
 and temperature hit all alike:
 
 alone   the no-communication step: forward, backward and optimizer of one rank in a CUDA graph, on
-        both GPUs at once in two processes; the reference
+        both GPUs at once in two processes; the first side is the reference of "ratio", the one
+        of the same compilation that of "same"
 ddp     DistributedDataParallel (gradient_as_bucket_view, static_graph), one process for each GPU;
         with _graph its whole step is one CUDA graph, after torch's recipe
 trlow   StaticDataParallel, all ranks in one process; with _nocomm one rank in each of two processes
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import tempfile
 import time
@@ -101,7 +103,7 @@ def finish(arguments: argparse.Namespace, alive: list[Found]) -> None:
     by_difference = arguments.device == "cuda" and not arguments.quick
     before = smi_used() if by_difference else []
     for found in list(alive):
-        attempt(alive, found, lambda one: setattr(one, "loss", one.side.finish()[0]["loss"]))
+        attempt(alive, found, Found.finish)
         if by_difference and "smi_mib" not in found.memory:
             after = smi_used()
             freed = [one - other for one, other in zip(before, after, strict=False)]
@@ -121,11 +123,12 @@ def run_wave(
 ) -> list[dict[str, Any]]:
     """Start, measure and end the sides of one wave."""
     common = common_of(arguments, model, sum(variant.processes for variant in wave))
+    logs = arguments.logs or folder
     started: list[RunningSide] = []
     try:
         alive: list[Found] = []
         for variant in wave:
-            started.append(RunningSide(variant, common, arguments.devices, folder))
+            started.append(RunningSide(variant, common, arguments.devices, folder, logs))
             if arguments.one_by_one:
                 alive += set_up(started[-1:])
         alive = alive if arguments.one_by_one else set_up(started)
@@ -138,9 +141,7 @@ def run_wave(
         for side in started:
             side.end()
     measured = {found.side.name: found for found in every}
-    first = measured.get(wave[0].name)
-    reference = first.samples("step_s") if first is not None else []
-    return [measured.get(side.name, Found(side)).line(reference) for side in started]
+    return [measured.get(side.name, Found(side)).line(measured) for side in started]
 
 
 def common_of(arguments: argparse.Namespace, model: str, processes: int) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def common_of(arguments: argparse.Namespace, model: str, processes: int) -> dict
         "device": arguments.device,
         "cudnn_benchmark": arguments.cudnn_benchmark,
         "threads": max(1, min(8, (os.cpu_count() or 1) // processes)),
-        "setup_s": arguments.setup_deadline,
+        "setup_s": min(arguments.setup_deadline, max(60.0, arguments.until - time.monotonic())),
         "deadline_s": arguments.deadline,
         "settings": {
             "device": arguments.device,
@@ -196,6 +197,7 @@ def read_arguments() -> argparse.Namespace:
     made.add_argument("--gib", type=float, default=130, help="that sides may take on one GPU")
     made.add_argument("--setup-deadline", type=float, default=240, metavar="S")
     made.add_argument("--deadline", type=float, default=60, metavar="S", help="of one round")
+    made.add_argument("--logs", type=Path, help="keep what the processes print in this folder")
     made.add_argument("--one-by-one", action="store_true", help="set the sides up one by one")
     made.add_argument(
         "--cudnn-benchmark",
@@ -211,6 +213,9 @@ def read_arguments() -> argparse.Namespace:
     arguments.trlow_words += [arguments.wire] if arguments.wire else []
     arguments.devices = report.settings_of(arguments).devices(64)
     arguments.models = arguments.models.split(",")
+    arguments.until = time.monotonic() + (arguments.budget or math.inf)
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     if len(arguments.devices) != 2:
         made.error("--gpus: two, such as 0-1")
     try:
@@ -242,7 +247,7 @@ def main() -> None:
     not_run: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in arguments.models:
-            if arguments.budget and time.monotonic() - begun > arguments.budget:
+            if time.monotonic() > arguments.until:
                 not_run.append(model)
                 continue
             sides, left_out = chosen_sides(arguments, model)

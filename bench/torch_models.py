@@ -34,11 +34,21 @@ def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
 # ------------------------------------------------------------------------------ modules
 
 
+class Region(nn.Sequential):
+    """Modules in turn. The forward stands here, since ``Module.compile`` steps over torch's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What one module returns, the next one takes."""
+        for part in self:
+            x = part(x)
+        return x
+
+
 def mlp(widths: tuple[int, ...]) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU(inplace=True)]
-    return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers[:-1])))
+    return nn.Sequential(OrderedDict(layers=Region(*layers[:-1])))
 
 
 class Bottleneck(nn.Module):
@@ -69,7 +79,7 @@ def resnet(depths: tuple[int, ...], classes: int) -> nn.Module:
     regions: OrderedDict[str, nn.Module] = OrderedDict()
     first = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
     pool = nn.MaxPool2d(3, 2, padding=1)
-    regions["stem"] = nn.Sequential(first, nn.BatchNorm2d(64), nn.ReLU(inplace=True), pool)
+    regions["stem"] = Region(first, nn.BatchNorm2d(64), nn.ReLU(inplace=True), pool)
     channels = 64
     for k, depth in enumerate(depths):
         width, blocks = 64 << k, []
@@ -77,10 +87,8 @@ def resnet(depths: tuple[int, ...], classes: int) -> nn.Module:
             stride = 2 if k and not block else 1
             blocks.append(Bottleneck(channels, width, stride))
             channels = 4 * width
-        regions[f"layer{k + 1}"] = nn.Sequential(*blocks)
-    regions["head"] = nn.Sequential(
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
-    )
+        regions[f"layer{k + 1}"] = Region(*blocks)
+    regions["head"] = Region(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
     for part in nn.Sequential(regions).modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
@@ -97,8 +105,8 @@ def vgg16_bn(widths: tuple[int, ...], hidden: int, classes: int) -> nn.Module:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)]
             layers += [nn.ReLU(inplace=True)]
             channels = width
-        regions[f"block{k}"] = nn.Sequential(*layers, nn.MaxPool2d(2))
-    regions["head"] = nn.Sequential(
+        regions[f"block{k}"] = Region(*layers, nn.MaxPool2d(2))
+    regions["head"] = Region(
         nn.AdaptiveAvgPool2d(7),
         nn.Flatten(),
         nn.Linear(channels * 49, hidden),
@@ -149,7 +157,7 @@ def transformer(layers: int, width: int, heads: int, places: int, vocabulary: in
     regions["embedding"] = Embedding(vocabulary, places, width)
     for k in range(layers):
         regions[f"layer{k}"] = Layer(width, heads)
-    regions["head"] = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+    regions["head"] = Region(nn.LayerNorm(width), nn.Linear(width, vocabulary))
     return nn.Sequential(regions)
 
 

@@ -24,7 +24,7 @@ from torch_variant import Variant
 
 SCRIPT = Path(__file__).with_name("torch_sides.py")
 GRACE_S = 10.0  # that a process has to print its stacks by itself
-TAIL = 25  # lines of a failed process's log that are shown
+TAIL = 40  # lines of a failed process's log that are shown
 
 
 class SideFailedError(Exception):
@@ -35,7 +35,7 @@ class Process:
     """One process of a side."""
 
     def __init__(self, spec: Mapping[str, Any], env: Mapping[str, str], log: Path) -> None:
-        self.log = log
+        self.log, self._over = log, False
         with log.open("w", encoding="utf-8") as errors:
             self.popen = subprocess.Popen(
                 [sys.executable, str(SCRIPT), json.dumps(spec)],
@@ -71,15 +71,21 @@ class Process:
         except queue.Empty:
             raise SideFailedError("gave no answer in time") from None
         if not line:
-            raise SideFailedError(f"ended with code {self.popen.wait(GRACE_S)}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(GRACE_S)
+            raise SideFailedError(f"ended with code {self.popen.returncode}")
         told: dict[str, Any] = json.loads(line)
         return told
 
     def end(self) -> None:
         """Kill it and what it started; a process that has ended by itself is only collected."""
+        if self._over:
+            return  # its number may be somebody else's by now
+        self._over = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(GRACE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one may hang in the driver
+            self.popen.wait(GRACE_S)
         for pipe in (self.popen.stdin, self.popen.stdout):
             with contextlib.suppress(OSError):
                 assert pipe is not None
@@ -95,18 +101,23 @@ class RunningSide:
     """The processes of one side of one model."""
 
     def __init__(
-        self, variant: Variant, common: Mapping[str, Any], gpus: tuple[int, ...], folder: Path
+        self,
+        variant: Variant,
+        common: Mapping[str, Any],
+        gpus: tuple[int, ...],
+        folder: Path,  # for what processes share
+        logs: Path,
     ) -> None:
         self.variant, self.name, self.common = variant, variant.name, common
         self.failure: str | None = None
         self.begun, self.ready_s = time.monotonic(), 0.0
         self.setup: list[dict[str, Any]] = []
-        store = folder / f"{common['model']}.{variant.name}.{time.monotonic_ns()}"
+        name = f"{common['model']}.{variant.name}.{time.monotonic_ns()}"
         self.processes = [
             Process(
-                spec_of(variant, common, gpus, rank) | {"store": str(store)},
+                spec_of(variant, common, gpus, rank) | {"store": str(folder / name)},
                 environment(variant, common, gpus, rank, folder),
-                Path(f"{store}.{rank}.log"),
+                logs / f"{name}.{rank}.log",
             )
             for rank in range(variant.processes)
         ]
@@ -196,7 +207,7 @@ def environment(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(common["threads"]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": str(common["threads"]),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(4, common["threads"])),
     }
     if variant.cta:
         env["NCCL_MAX_CTAS"] = str(variant.cta)

@@ -38,6 +38,8 @@ class Replica:
         self.autocast = torch.autocast(self.device.type, torch.bfloat16)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.last = torch.zeros(())
+        if self.cuda:
+            torch.cuda.set_device(self.device)  # or torch opens a context on the first GPU as well
         with timer.part("process group"):
             if variant.base == "ddp":
                 join(spec, self.device)
@@ -121,8 +123,6 @@ class Replica:
 def join(spec: dict[str, Any], device: torch.device) -> None:
     """Meet the other rank, by a file; NCCL or gloo."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     distributed.init_process_group(
         backend,
         init_method=f"file://{spec['store']}",
@@ -136,12 +136,13 @@ def join(spec: dict[str, Any], device: torch.device) -> None:
 def data_parallel(module: torch.nn.Module, variant: Variant, device: torch.device) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: PLC0415  slow
 
+    less = {"broadcast_buffers": False} if variant.nobuffers else {}
     made = torch.nn.parallel.DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         static_graph=True,
-        broadcast_buffers=not variant.nobuffers,
+        **less,
         bucket_cap_mb=variant.mib or None,
     )
     if variant.wire:

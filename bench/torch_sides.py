@@ -138,16 +138,7 @@ def memory(cuda: bool) -> dict[str, Any]:
     return {
         "reserved": [torch.cuda.memory_reserved(gpu) for gpu in gpus],
         "reserved_peak": [torch.cuda.max_memory_reserved(gpu) for gpu in gpus],
-        "used": [used(gpu) for gpu in gpus],
     }
-
-
-def used(gpu: int) -> int:
-    """Bytes of one GPU that anybody uses; 0 where this process has nothing."""
-    if not torch.cuda.memory_reserved(gpu):
-        return 0  # asking would make a context there
-    free, total = torch.cuda.mem_get_info(gpu)
-    return total - free
 
 
 def compiled_frames() -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,18 +25,33 @@ class Found:
         """Of each round the slower process's."""
         return [max(process[key] for process in one) for one in self.rounds]
 
-    def line(self, reference: Sequence[float]) -> dict[str, Any]:
+    def finish(self) -> None:
+        """End the side; its loss is the mean over processes, so that one NaN is seen."""
+        self.loss = statistics.mean(one["loss"] for one in self.side.finish())
+
+    def ratio_to(self, other: Found | None) -> dict[str, Any] | None:
+        """Round by round, so that a drift of the clocks cancels."""
+        if other is None or not (self.rounds and other.rounds):
+            return None
+        pairs = zip(self.samples("step_s"), other.samples("step_s"), strict=False)
+        ratios = [mine / theirs for mine, theirs in pairs]
+        by_round = {"of": other.side.name, "by_round": ratios}
+        return {"median": statistics.median(ratios), **by_round}
+
+    def line(self, wave: Mapping[str, Found]) -> dict[str, Any]:
         """As it stands in the JSON; seconds become ms and us."""
         steps = self.samples("step_s")
-        ratios = [mine / other for mine, other in zip(steps, reference, strict=False)]
+        first = next(iter(wave.values()), None)
+        compiled = self.side.variant.compiled
+        same = "alone" + {"": "", "whole": "_compile", "regional": "_regional"}[compiled]
         setup = self.side.setup
         return {
             "side": self.side.name,
             "failure": self.side.failure,
             "ms": report.summary(1e3 * one for one in steps),
             "ms_by_process": [[1e3 * one["step_s"] for one in each] for each in self.rounds],
-            "ratio": statistics.median(ratios) if ratios else None,
-            "ratio_by_round": ratios,
+            "ratio": self.ratio_to(first),  # to the first side that was there
+            "ratio_same": self.ratio_to(wave.get(same)),  # to its own kernels alone
             "issue_us": report.summary(1e6 * one for one in self.samples("issue_s")),
             "issue_cpu_us": report.summary(1e6 * one for one in self.samples("issue_cpu_s")),
             "cpu_us": report.summary(1e6 * one for one in self.samples("cpu_s")),
@@ -64,7 +79,7 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
     cells = []
     for line in lines:
         if not line["ms"]["count"]:
-            cells.append([line["side"], line["failure"] or "no rounds", *("-" * 7)])
+            cells.append([line["side"], line["failure"] or "no rounds", *("-" * 8)])
             continue
         ms, loss = line["ms"], line["loss"]
         wrong = line["failure"] or ("" if loss is not None and loss - loss == 0 else "NOT FINITE")
@@ -72,7 +87,7 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
             [
                 line["side"],
                 f"{ms['median']:.3f} ({ms['least']:.3f}..{ms['most']:.3f})",
-                f"{line['ratio']:.3f}" if line["ratio"] else "-",
+                *(f"{line[k]['median']:.3f}" if line[k] else "-" for k in ("ratio", "ratio_same")),
                 f"{line['issue_us']['median']:.0f}",
                 f"{line['issue_cpu_us']['median']:.0f}",
                 f"{line['cpu_us']['median']:.0f}",
@@ -81,16 +96,8 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
                 f"{loss:.4f} {wrong}" if loss is not None else wrong,
             ]
         )
-    titles = (
-        "ms per step (least..most)",
-        "ratio",
-        "issue us",
-        "its CPU",
-        "all CPU",
-        "MiB",
-        "loss@12",
-        "loss",
-    )
+    times = ("ms per step (least..most)", "ratio", "same", "issue us", "its CPU", "all CPU")
+    titles = (*times, "MiB", "loss@12", "loss")
     report.table((model, *titles), cells)
     print(flush=True)
 

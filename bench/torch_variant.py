@@ -17,7 +17,7 @@ SIDES = {  # what a model is measured with if --sides says nothing; the first is
     "vgg16_bn": PLAIN,
     "transformer": (*PLAIN, *COMPILED),
 }
-GIB = {"resnet50_256": 20, "vgg16_bn": 18, "resnet50_32": 6, "transformer": 8}  # of a side, roughly
+GIB = {"resnet50_256": 18, "vgg16_bn": 18, "resnet50_32": 6, "transformer": 8}  # of a side, roughly
 WORDS = """words behind a side's name, each with an underscore before it:
   graph      DDP's whole step captured in a CUDA graph (alone and trlow always are, on GPUs)
   compile    torch.compile of the whole module (of DDP: around DDP, with DDPOptimizer)
@@ -55,7 +55,8 @@ class Variant:
     @property
     def needs_cuda(self) -> bool:
         """Whether there is no such side on a machine without a GPU."""
-        return self.graph or bool(self.compiled) or self.window or bool(self.cta)
+        bf16_hook = self.base == "ddp" and bool(self.wire)
+        return self.graph or bool(self.compiled or self.cta) or self.window or bf16_hook
 
 
 def variant_of(name: str) -> Variant:
