@@ -155,7 +155,9 @@ def set_up(spec: dict[str, Any], timer: Timer) -> Side:
     if variant.compiled:
         from torch._dynamo import config  # noqa: PLC0415  only where something is compiled
 
-        config.recompile_limit = RECOMPILES
+        # Other threads see defaults alone: what one thread sets is its own.
+        config._config["recompile_limit"].default = RECOMPILES  # noqa: SLF001
+        assert config.recompile_limit == RECOMPILES
     made: Callable[..., Side] = Static if variant.base == "trlow" else Replica
     return made(spec, variant, model, timer)
 
