@@ -143,10 +143,10 @@ class Member:
         self.loss = torch.empty(0)
         self.update.forget()
 
-    def restart(self, state: dict[str, Any]) -> None:
-        """As before the first step: this state, an optimizer without history, no gradients."""
+    def restart(self, state: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """As before whatever was measured: this state, this optimizer's, no gradients."""
         self.put(state)
-        self.update.restart()
+        self.update.restart(history)
         with torch.no_grad():
             for views in self._reduced:
                 torch._foreach_zero_(views)
@@ -161,11 +161,12 @@ class Member:
         if mine.keys() != state.keys():
             wrong = sorted(mine.keys() ^ state.keys())[:5]
             raise UsageError(f"the state dict differs from the module's: {', '.join(wrong)}")
+        for name, tensor in mine.items():
+            if tensor.shape != state[name].shape:
+                shapes = tuple(state[name].shape), tuple(tensor.shape)
+                raise UsageError(f"{name}: the state dict has {shapes[0]}, not {shapes[1]}")
         with torch.no_grad():
             for name, tensor in mine.items():
-                if tensor.shape != state[name].shape:
-                    shapes = tuple(state[name].shape), tuple(tensor.shape)
-                    raise UsageError(f"{name}: the state dict has {shapes[0]}, not {shapes[1]}")
                 tensor.copy_(state[name])
 
     # -- the work of a step

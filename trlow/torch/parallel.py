@@ -119,27 +119,32 @@ class StaticDataParallel:
     # -- compile
 
     def compile(self, example_batch: Any) -> None:
-        """Measure, plan, warm up and capture for batches like this one; the weights stay.
+        """Measure, plan, warm up and capture for batches like this one.
 
-        The first dimension of each tensor counts the rows of all ranks. Called again after a
-        failed step it captures anew. Raises ``UsageError``, ``CaptureError``, ``RankError``, with
-        nothing left behind.
+        Weights, running statistics and the optimizer's history stay as they are. The first
+        dimension of each tensor counts the rows of all ranks. Called again after a failed step it
+        captures anew. Raises ``UsageError``, ``CaptureError``, ``RankError``, with nothing left
+        behind.
         """
         self._check_open()
         self._drop()
         self._shape = BatchShape(example_batch, self.world_size)
         state = {name: _copy(value) for name, value in self._members[0].state().items()}
+        history = self._members[0].update.history()
         try:
-            self._build(self._shape, example_batch, state)
+            self._build(self._shape, example_batch, state, history)
         except BaseException as error:
-            blamed(error, self._members[0].module)
+            rank = getattr(error, "rank", None) or 0
+            blamed(error, self._members[rank].module)
             try:
                 self._drop()
             except TrlowError as second:
                 error.add_note(f"while giving memory back: {second}")
             raise
 
-    def _build(self, shape: BatchShape, example: Any, state: dict[str, Any]) -> None:
+    def _build(
+        self, shape: BatchShape, example: Any, state: dict[str, Any], history: list[dict[str, Any]]
+    ) -> None:
         members = self._members
         shards = shape.cut(example)
         order = readiness(members, shape, shards)
@@ -162,7 +167,8 @@ class StaticDataParallel:
             programs.append(step_program(plan, self._sides, self._statistics, last=False))
         for program in programs:
             self._replays.append(runtime.capture(program))
-        self._each(lambda member: member.restart(state))
+        self._each(lambda member: member.restart(state, history))
+        self._rates.forget()  # a step that failed may not have brought every rank its rates
         for each in self._sides:
             each.check()
         self._stepper = Stepper(self._replays, self._before, plan.range("loss"))
@@ -278,18 +284,20 @@ class StaticDataParallel:
         self._runtime, self._stepper, self._sides = None, None, []
         if runtime is None:
             return
+        failure = None
         try:
             if stepper is not None:
                 stepper.end()
         except TrlowError as error:
-            warnings.warn(f"a step failed: {error}", RuntimeWarning, stacklevel=3)
-        if runtime.dead:
-            return  # a thread may hang in C inside what would go
-        if stepper is not None:
-            stepper.close()
-        if sides:
-            self._leave(runtime, sides)
-        runtime.close()
+            failure = error
+        if not runtime.dead:  # else a thread may hang in C inside of what would go
+            if stepper is not None:
+                stepper.close()
+            if sides:
+                self._leave(runtime, sides)
+            runtime.close()
+        if failure is not None:
+            warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=3)
 
     def _leave(self, runtime: Runtime, sides: list[CudaSide | HostSide]) -> None:
         """Modules move out; graphs go before the pools of torch that they use, streams after."""

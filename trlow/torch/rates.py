@@ -16,7 +16,7 @@ class Rates:
     def __init__(self, rates: Sequence[float]) -> None:
         groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in rates]
         self.optimizer = torch.optim.SGD(groups, lr=rates[0])
-        self._told = tuple(rates)
+        self._told: tuple[float, ...] = ()
 
     def now(self) -> tuple[float, ...]:
         """What the next step uses."""
@@ -26,6 +26,10 @@ class Rates:
         """Set every group's."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def forget(self) -> None:
+        """Tell the devices again, whatever they know."""
+        self._told = ()
 
     def changed(self) -> tuple[float, ...] | None:
         """What to tell the devices; None if they know.

@@ -6,6 +6,7 @@ it grows and shrinks on the device, and a step with a gradient that is not finit
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,41 @@ if TYPE_CHECKING:
 
 # The defaults of torch.amp.GradScaler.
 FIRST_SCALE, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+class State(dict[str, Any]):
+    """An optimizer's state of one parameter, and what each value of it was when it was made."""
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+        for key, value in (values or {}).items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """What an optimizer does at its first step, and later only with numbers."""
+        if key not in self.first:
+            self.first[key] = _brief(value)
+        super().__setitem__(key, value)
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Copy into the tensors that are there: a graph knows their addresses."""
+        for key, value in values.items():
+            mine = self.get(key)
+            if not isinstance(mine, torch.Tensor):
+                self[key] = value
+            elif isinstance(value, torch.Tensor):
+                mine.copy_(value)
+            else:
+                mine.fill_(value)
+
+
+def _brief(value: Any) -> Any:
+    """A copy; one number for a tensor that holds only that, as nearly all begin."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    number = value.flatten()[0]
+    return number.item() if bool((value == number).all()) else value.detach().clone()
 
 
 class Update:
@@ -44,18 +80,22 @@ class Update:
         self.seed = self.scale * self._share
         self._found = torch.zeros((), device=device)
         self._growth = torch.zeros((), device=device, dtype=torch.int32)
-        self._made: dict[int, torch.Tensor] = {}  # state that the constructor made, as it was
-        for _, tensor in self._state():
-            self._made[id(tensor)] = tensor.clone()
+        made = {parameter: State(values) for parameter, values in self.optimizer.state.items()}
+        self.optimizer.state = defaultdict(State, made)
 
     def _check(self) -> None:
         name = type(self.optimizer).__name__
         for group in self.optimizer.param_groups:
-            still = group.get("fused") or group.get("capturable")
+            still = group.get("capturable", group.get("fused"))
             if self._device.type == "cuda" and not still:
                 raise UsageError(
                     f"{name} reads its numbers on the host, which a graph cannot; make it with "
-                    "fused=True or capturable=True"
+                    "capturable=True, or fused=True where it has no such option (SGD)"
+                )
+            if group.get("momentum") and group.get("dampening"):
+                raise UsageError(
+                    f"{name} with dampening={group['dampening']} treats its first step in another "
+                    "way, and a graph has no first step; leave dampening at 0"
                 )
         if self._scaled and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise UsageError(
@@ -63,12 +103,17 @@ class Update:
                 "do that with fused=True only"
             )
 
-    def _state(self) -> list[tuple[str, torch.Tensor]]:
+    def _states(self) -> list[State]:
+        """By parameter, in the order of the groups."""
+        state = self.optimizer.state
+        return [state[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def history(self) -> list[dict[str, Any]]:
+        """Copies of the state of each parameter, and last of the loss scale."""
+        scale = {"scale": self.scale, "growth": self._growth}
         return [
-            (key, value)
-            for state in self.optimizer.state.values()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            for state in (*self._states(), scale)
         ]
 
     def step(self, grads: Sequence[torch.Tensor]) -> None:
@@ -106,18 +151,19 @@ class Update:
             else:
                 group["lr"] = rate
 
-    def restart(self) -> None:
-        """As before the first step: what a step made is zero, what was there is put back."""
+    def restart(self, history: Sequence[dict[str, Any]]) -> None:
+        """As it was, in the tensors that are there; where there was no state, as it began."""
         with torch.no_grad():
-            for _, tensor in self._state():
-                made = self._made.get(id(tensor))
-                if made is None:
-                    tensor.zero_()
-                else:
-                    tensor.copy_(made)
-            self.scale.fill_(FIRST_SCALE if self._scaled else 1.0)
+            for state, old in zip(self._states(), history, strict=False):
+                state.put(state.first)
+                # SGD has no momentum before its first step, and takes the gradient for it. A graph
+                # has no first step; momentum of 0 comes to the same.
+                if isinstance(self.optimizer, torch.optim.SGD):
+                    state.put({key: 0.0 for key in state if key == "momentum_buffer"})
+                state.put(old)
+            self.scale.copy_(history[-1]["scale"])
             self.seed.copy_(self.scale * self._share)
-            self._growth.zero_()
+            self._growth.copy_(history[-1]["growth"])
 
     def forget(self) -> None:
         """Drop what a float16 step left on the optimizer."""
@@ -136,7 +182,4 @@ class Update:
             raise UsageError("the optimizer's state dict is of other parameters")
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
-                for key, value in saved.get(index, {}).items():
-                    mine = self.optimizer.state[parameter].get(key)
-                    if isinstance(mine, torch.Tensor):
-                        mine.copy_(value)
+                self.optimizer.state[parameter].put(saved.get(index, {}))
