@@ -101,6 +101,11 @@ def _equal(ready: Sequence[Parameter], number: int) -> list[list[Parameter]]:
 
 
 def _named(ready: Sequence[Parameter], wanted: Sequence[Sequence[str]]) -> list[list[Parameter]]:
+    if not isinstance(wanted, (list, tuple)) or not all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        for names in wanted
+    ):
+        raise UsageError(f"buckets={wanted!r}: a number, lists of parameter names, or None")
     known = {parameter.name: parameter for parameter in ready}
     given = [name for names in wanted for name in names]
     wrong = sorted(set(given) ^ set(known)) or sorted({n for n in given if given.count(n) > 1})
