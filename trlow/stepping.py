@@ -180,6 +180,9 @@ class Stepper:
 
     def _check(self) -> None:
         """Raise what has ended the run."""
+        thread = self._thread
+        if thread is not None and any(replay.closed for replay in self._replays):
+            thread.join(2 * GRACE_S)  # it closes them a little before it can say why
         if self._error is not None:
             error, self._error = self._error, None
             self._forget()

@@ -98,7 +98,7 @@ def test_the_core_needs_numpy_and_cuda_python_alone(wheel):
         facts = email.message_from_bytes(archive.read(name))
     needs = [need for need in facts.get_all("Requires-Dist") if "extra ==" not in need]
     assert sorted(need.split(">")[0].strip() for need in needs) == ["cuda-python", "numpy"]
-    extras = {"cu12", "cu13", "cli", "data", "plot", "test", "dev"}
+    extras = {"cu12", "cu13", "cli", "data", "plot", "torch", "test", "dev"}
     assert set(facts.get_all("Provides-Extra")) == extras
     assert facts["License-Expression"] == "MIT"
 

@@ -24,8 +24,10 @@ def blamed(error: BaseException, module: torch.nn.Module) -> None:
     names = {id(part): name for name, part in module.named_modules()}
     kinds = {type(part) for part in module.modules()}
     found = None
-    text = []
+    text: list[str] = []
     for cause in _causes(error):
+        if any(note.startswith("in module ") for note in getattr(cause, "__notes__", ())):
+            return
         text.append(str(cause))
         for owner in _owners(cause.__traceback__):
             if id(owner) in names or type(owner) in kinds:

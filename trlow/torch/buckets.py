@@ -2,7 +2,8 @@
 
 A bucket is one byte range and one all-reduce, which runs beside the rest of the backward. The last
 bucket has nothing left to hide behind, and until the first is full nothing runs at all, so both
-are small; those between are large, since a large all-reduce is the more efficient.
+are small; those between are large, since a large all-reduce is the more efficient. What fits in one
+bucket is one: a collective takes some microseconds whatever its size, more than there is to hide.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def cut(
     """Cut parameters, in the order in which their gradients become ready, into buckets.
 
     ``buckets`` is a number (buckets of about equal size), lists of names, or None: of at most
-    ``nbytes`` bytes, first and last of at most ``EDGE_NBYTES``. A bucket ends where the dtype
-    changes. Raises ``UsageError`` for lists that are not every trainable parameter once.
+    ``nbytes`` bytes, first and last of at most ``EDGE_NBYTES`` if there are several. A bucket ends
+    where the dtype changes. Raises ``UsageError`` for lists that are not every trainable parameter
+    once.
     """
     if isinstance(buckets, bool) or (isinstance(buckets, int) and buckets < 1) or nbytes < 1:
         raise UsageError(f"buckets={buckets!r}, bucket_nbytes={nbytes!r}: both must be above 0")
@@ -76,6 +78,8 @@ def cut(
 
 
 def _by_size(ready: Sequence[Parameter], nbytes: int) -> list[list[Parameter]]:
+    if sum(parameter.nbytes for parameter in ready) <= nbytes:
+        return [list(ready)]
     edge = min(EDGE_NBYTES, nbytes)
     last: list[Parameter] = []
     rest = list(ready)

@@ -7,12 +7,14 @@ is kept, the work behind it is left out, and the next step of this rank raises i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from trlow.binding.cudart import cudaHostFn_t
 from trlow.device import Events
 from trlow.program import Stream
+from trlow.torch.blame import blamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +51,10 @@ class HostSide:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  it cannot pass through C
+                blamed(error, self.member.module)
+                error.add_note(f"on rank {self.member.rank}")
                 self._error = error
+                self.member.loss.fill_(math.nan)  # rather than that of the step before
 
         return cudaHostFn_t(run)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trlow.errors import UsageError
+from trlow.torch.blame import blamed
 
 if TYPE_CHECKING:
     from trlow.torch.batches import BatchShape
@@ -30,8 +31,13 @@ def readiness(
                 side = torch.cuda.Stream(member.device)
                 stack.enter_context(torch.cuda.stream(side))
             inputs = [leaf.to(member.device) for leaf in shard]
-            member.forward_backward(shape, inputs)
-            member.update.optimizer.step()
+            try:
+                member.forward_backward(shape, inputs)
+                member.update.optimizer.step()
+            except Exception as error:
+                blamed(error, member.module)
+                error.add_note(f"on rank {member.rank}")
+                raise
             for parameter in member.trainable.values():
                 parameter.grad = None
             del inputs

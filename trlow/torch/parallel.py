@@ -92,6 +92,8 @@ class StaticDataParallel:
         _check_choice("statistics", statistics, STATISTICS)
         if type(accumulate) is not int or accumulate < 1:
             raise UsageError(f"accumulate must be an int of at least 1, not {accumulate!r}")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm must be a number above 0, not {clip_norm!r}")
         self._platform = Platform.open(self.settings)
         devices = self.settings.devices(self._platform.device_count())
         kind = "cpu" if self._platform.name == "host" else "cuda"
@@ -127,17 +129,20 @@ class StaticDataParallel:
         behind.
         """
         self._check_open()
+        shape = BatchShape(example_batch, self.world_size)
         self._drop()
-        self._shape = BatchShape(example_batch, self.world_size)
         state = {name: _copy(value) for name, value in self._members[0].state().items()}
         history = self._members[0].update.history()
         try:
-            self._build(self._shape, example_batch, state, history)
+            self._build(shape, example_batch, state, history)
+            self._shape = shape
         except BaseException as error:
             rank = getattr(error, "rank", None) or 0
             blamed(error, self._members[rank].module)
             try:
                 self._drop()
+                for member in self._members:
+                    member.restart(state, history)
             except TrlowError as second:
                 error.add_note(f"while giving memory back: {second}")
             raise
@@ -281,20 +286,22 @@ class StaticDataParallel:
     def _drop(self) -> None:
         """Everything that compile() made; the modules live on in memory of their own."""
         runtime, stepper, sides = self._runtime, self._stepper, self._sides
-        self._runtime, self._stepper, self._sides = None, None, []
+        self._runtime, self._stepper = None, None
         if runtime is None:
             return
         failure = None
         try:
             if stepper is not None:
-                stepper.end()
-        except TrlowError as error:
+                stepper.end()  # steps on their way ask for their sides
+                for side in sides:
+                    side.check()
+        except Exception as error:  # noqa: BLE001  of a module, too
             failure = error
+        self._sides = []
         if not runtime.dead:  # else a thread may hang in C inside of what would go
             if stepper is not None:
                 stepper.close()
-            if sides:
-                self._leave(runtime, sides)
+            self._leave(runtime, sides)
             runtime.close()
         if failure is not None:
             warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=3)
@@ -303,6 +310,10 @@ class StaticDataParallel:
         """Modules move out; graphs go before the pools of torch that they use, streams after."""
         members, replays = self._members, self._replays
         self._replays = []
+        if not sides:  # not every rank has got that far; some may have moved in
+            for member in members:
+                member.leave()
+            return
         runtime.together(lambda rank: sides[rank.index].alone(rank, members[rank.index].leave))
         for replay in replays:
             runtime.release(replay)
