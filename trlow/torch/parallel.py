@@ -19,11 +19,12 @@ from trlow.torch.buckets import DTYPES, cut, make_plan
 from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
 from trlow.torch.measure import readiness
-from trlow.torch.member import Factory, LossFunction, Member, OptimizerFactory, Work
+from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
 from trlow.torch.rates import Rates
 from trlow.torch.stages import STATISTICS, step_program
 from trlow.torch.views import tensor_of
+from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +93,8 @@ class StaticDataParallel:
         _check_choice("statistics", statistics, STATISTICS)
         if type(accumulate) is not int or accumulate < 1:
             raise UsageError(f"accumulate must be an int of at least 1, not {accumulate!r}")
-        if clip_norm is not None and not clip_norm > 0:
+        norm: object = clip_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise UsageError(f"clip_norm must be a number above 0, not {clip_norm!r}")
         self._platform = Platform.open(self.settings)
         devices = self.settings.devices(self._platform.device_count())
@@ -293,8 +295,9 @@ class StaticDataParallel:
         try:
             if stepper is not None:
                 stepper.end()  # steps on their way ask for their sides
-                for side in sides:
-                    side.check()
+                if not any(replay.closed for replay in self._replays):  # else it was raised before
+                    for side in sides:
+                        side.check()
         except Exception as error:  # noqa: BLE001  of a module, too
             failure = error
         self._sides = []
