@@ -5,7 +5,7 @@ optimizer step are captured on the rank's own thread, gradients are gathered int
 reduced beside the rest of the backward, and a step is one graph launch for each GPU.
 
     batches -> buckets -> stages -> parallel       what is static, from a batch to a program
-    member, update                                 the torch work of one rank
+    work, member, update                           the torch work of one rank
     cuda, host                                     how it gets onto streams
 """
 

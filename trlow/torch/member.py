@@ -6,9 +6,7 @@ collective on a byte range is one on all of them. Nothing here knows streams or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +18,11 @@ from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, master, wei
 from trlow.torch.update import Update
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trlow.dtype import DType
     from trlow.torch.batches import BatchShape
-
-Factory = Callable[[], torch.nn.Module]
-LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
-OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What every rank does in a step."""
-
-    factory: Factory
-    loss_fn: LossFunction
-    optimizer: OptimizerFactory
-    autocast: torch.dtype | None
-    accumulate: int
-    clip_norm: float | None
-    world_size: int
+    from trlow.torch.work import Work
 
 
 def plain(module: torch.nn.Module) -> torch.nn.Module:

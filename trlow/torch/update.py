@@ -16,7 +16,7 @@ from trlow.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trlow.torch.member import Work
+    from trlow.torch.work import Work
 
 # The defaults of torch.amp.GradScaler.
 FIRST_SCALE, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
