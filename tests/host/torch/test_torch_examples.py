@@ -32,7 +32,7 @@ def test_an_example_trains(block):
         code = code.replace(large, tiny)
     assert code != block
     done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", f"GPU = False\n{code}"],
+        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
         capture_output=True,
         text=True,
         timeout=100,
