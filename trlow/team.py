@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +23,7 @@ from trlow.errors import ForeignError, RankError, UsageError
 from trlow.interop import Lent
 from trlow.joint import JointRun, Part, persist
 from trlow.opening import Opening
-from trlow.ranks import Job, Ranks
+from trlow.ranks import GRACE_S, POLL_S, Job, Ranks
 from trlow.turn import Turn
 
 if TYPE_CHECKING:
@@ -180,11 +181,13 @@ class Team:
         with self._turn.lock:
             self._turn.taken()
             self.check_usable()
-            self._turn.lasting = lasting
-            try:
+            if not lasting:
                 return self._joint(function, rendezvous, abort, launches, progress)
-            finally:
-                self._turn.lasting = False
+            self._turn.lasting = True
+        try:
+            return self._joint(function, rendezvous, abort, launches, progress)
+        finally:
+            self._turn.lasting = False
 
     def _joint(
         self,
@@ -284,19 +287,32 @@ class Team:
             self._closed = True
             return
         self._turn.check(closing=True)
-        run = self._running
-        if run is not None:
-            run.stopped_by = "close()"
-            run.stop()
+        if not self._stopped():
+            self._dead = "a run of another thread did not end when it was stopped"
+            return
         self._turn.check(closing=True)
         with self._turn.lock:
-            self._turn.taken()
+            self._turn.taken(closing=True)
             try:
                 self._closing.run()
             except Exception:
                 self._closed = True
                 raise
             self._closed = True
+
+    def _stopped(self) -> bool:
+        """Stop a run of another thread; whether a lasting one, which no lock waits for, ended."""
+        deadline = time.monotonic() + 4 * GRACE_S  # ranks, their graphs and the aborts, with room
+        while True:
+            run = self._running
+            if run is not None and not run.stopped_by:
+                run.stopped_by = "close()"
+                run.stop()
+            if not self._turn.lasting:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
 
     def _release_graphs(self) -> list[Job]:
         if not self.members:

@@ -27,11 +27,21 @@ class Turn:
         self.lock = threading.Lock()
         self._insiders = frozenset(insiders)
         self._holder: int | None = None
-        self.lasting = False  # held for as long as a caller likes, so nobody may wait for it
+        # A run as long as its caller likes: nobody may wait for it, so it does not hold the lock.
+        self.lasting = False
 
-    def taken(self) -> None:
-        """The calling thread holds the lock."""
+    def taken(self, *, closing: bool = False) -> None:
+        """The calling thread holds the lock. Raises ``UsageError`` as ``check`` does."""
         self._holder = threading.get_ident()
+        if not closing:
+            self._refuse_lasting()
+
+    def _refuse_lasting(self) -> None:
+        if self.lasting:
+            raise UsageError(
+                "a stepper has the runtime: its steps come one by one whenever the caller likes; "
+                "end() it first"
+            )
 
     def check(self, *, closing: bool = False) -> None:
         """Raise ``UsageError`` where waiting could have no end; ``closing`` stops what lasts."""
@@ -41,11 +51,8 @@ class Turn:
                 "called on a rank's own thread (a fill or a callback), which cannot wait for "
                 "itself; there only copies to and from that rank's own arena are possible"
             )
-        if self.lasting and not closing:
-            raise UsageError(
-                "a stepper has the runtime: its steps come one by one whenever the caller likes; "
-                "end() it first"
-            )
+        if not closing:
+            self._refuse_lasting()
         if self.lock.locked() and self._holder == me:
             raise UsageError(
                 "called from inside another call of the same runtime (a progress function); "

@@ -42,7 +42,7 @@ def readiness(
                 parameter.grad = None
             del inputs
             if member.device.type == "cuda":
-                side.synchronize()
+                side.synchronize()  # ends by itself: nothing on it waits for another rank
     for member in members[1:]:
         if member.order != members[0].order:
             pairs = zip(members[0].order, member.order, strict=True)

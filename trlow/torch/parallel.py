@@ -10,6 +10,7 @@ import torch
 
 from trlow.device import Platform
 from trlow.errors import TrlowError, UsageError
+from trlow.joint import persist
 from trlow.runtime import Runtime
 from trlow.settings import Settings
 from trlow.stepping import Result, Stepper
@@ -294,7 +295,7 @@ class StaticDataParallel:
         failure = None
         try:
             if stepper is not None:
-                stepper.end()  # steps on their way ask for their sides
+                persist(stepper.end)  # steps on their way ask for their sides
                 if not any(replay.closed for replay in self._replays):  # else it was raised before
                     for side in sides:
                         side.check()
@@ -302,10 +303,12 @@ class StaticDataParallel:
             failure = error
         self._sides = []
         if not runtime.dead:  # else a thread may hang in C inside of what would go
-            if stepper is not None:
-                stepper.close()
-            self._leave(runtime, sides)
-            runtime.close()
+            try:
+                self._leave(runtime, sides)
+            finally:
+                runtime.close()
+                if stepper is not None:
+                    stepper.close()
         if failure is not None:
             warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=3)
 

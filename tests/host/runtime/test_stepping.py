@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -140,3 +141,26 @@ def test_calls_of_a_step_are_those_of_the_loop_and_one_copy(runtime, stepper, sm
         stepper.end()
     calls = {name for _, name in counted}
     assert not calls & {"cudaMalloc", "cudaFree", "cudaDeviceSynchronize", "cudaStreamSynchronize"}
+
+
+def test_nobody_waits_for_a_stepper_that_took_the_runtime_before_them(runtime, stepper, small):
+    """They waited for a call that ends; the stepper, which waited too, comes first."""
+    going = threading.Event()
+
+    def late(function):
+        with suppress(trlow.TrlowError):  # refused, or done before the stepper
+            function()
+
+    busy = threading.Thread(target=lambda: runtime.together(lambda _: going.wait(20)))
+    opening = threading.Thread(target=lambda: stepper.step(payload(small, 1)))
+    others = [
+        threading.Thread(target=late, args=(lambda: runtime.arenas[0].copy_out("early"),))
+        for _ in range(4)
+    ]
+    for thread in (busy, opening, *others):
+        thread.start()
+        time.sleep(0.1)
+    going.set()
+    for thread in (busy, opening, *others):
+        thread.join(10)
+        assert not thread.is_alive()
