@@ -196,3 +196,18 @@ def test_warm_up_of_a_collective_leaves_persistent_memory_as_it_was(runtime, sma
     assert [arena.copy_out("w")[0] for arena in runtime.arenas] == [0, 1, 2, 3]
     replay.run(1)
     assert [arena.copy_out("w")[0] for arena in runtime.arenas] == [2, 2, 2, 2]
+
+
+def test_a_callback_may_enqueue_more_on_one_rank_than_on_another(runtime, small):
+    """As compiled code does, which takes the kernels that suit its device."""
+    cudart = runtime.platform.cudart
+
+    def callback(rank, stream):
+        source, target = (runtime.arenas[rank].address(name) for name in ("early", "feature"))
+        for _ in range(1 + rank):
+            cudart.cudaMemcpyAsync(target, source, 24, 3, stream)
+
+    external = trlow.External("callback", (small.early,), (small.plan.range("feature"),), callback)
+    runtime.capture(program_with(small, external)).run(1)
+    for arena in runtime.arenas:
+        assert (arena.copy_out("feature") == 6).all()
