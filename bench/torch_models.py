@@ -208,8 +208,10 @@ class Model:
             module = module.to(memory_format=torch.channels_last)
         if compiled == "regional":
             for region in module.children():
-                region.compile()  # in place: names and state dict stay
-        return torch.compile(module) if compiled == "whole" else module
+                # In place: names and state dict stay. Regions share the code of one forward; torch
+                # would take their other shapes for dynamic ones, whose kernels are slower.
+                region.compile(dynamic=False)
+        return torch.compile(module, dynamic=False) if compiled == "whole" else module
 
     def batches(self, rank: int, count: int) -> list[Batch]:
         """This rank's batches, on the host; the same on every side."""
