@@ -6,8 +6,8 @@ collective on a byte range is one on all of them. Nothing here knows streams or 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +57,10 @@ class Member:
         self._bucket_of: dict[str, int] = {}
         self._reduced: list[list[torch.Tensor]] = []  # by bucket: views that are reduced
         self._grads: list[list[torch.Tensor]] = []  # by bucket: views that the optimizer reads
-        for name, parameter in self.trainable.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, name))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_telling(weakref.ref(self), name))
+            for name, parameter in self.trainable.items()
+        ]
 
     def parameters(self) -> list[Parameter]:
         """The trainable parameters as the plan sees them."""
@@ -127,6 +129,11 @@ class Member:
         self.loss = torch.empty(0)
         self.update.forget()
 
+    def close(self) -> None:
+        """The module goes on as the caller's own, without hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def restart(self, state: dict[str, Any], history: list[dict[str, Any]]) -> None:
         """As before whatever was measured: this state, this optimizer's, no gradients."""
         self.put(state)
@@ -155,8 +162,8 @@ class Member:
 
     # -- the work of a step
 
-    def _ready(self, name: str, _: torch.Tensor) -> None:
-        """A hook of autograd, on its thread: the gradient of one parameter is complete."""
+    def ready(self, name: str) -> None:
+        """On autograd's thread: the gradient of one parameter is complete."""
         self.order.append(name)
         if self._waiting:
             bucket = self._bucket_of[name]
@@ -218,6 +225,17 @@ class Member:
         if self.work.accumulate > 1:
             with torch.no_grad():
                 torch._foreach_zero_([view for views in self._reduced for view in views])
+
+
+def _telling(member: weakref.ref[Member], name: str) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep its member: Python's collector cannot see cycles through hooks."""
+
+    def tell(_: torch.Tensor) -> None:
+        mine = member()
+        if mine is not None:
+            mine.ready(name)
+
+    return tell
 
 
 def _like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -332,6 +332,8 @@ class StaticDataParallel:
         """
         if not self._closed:
             self._drop()
+            for member in self._members:
+                member.close()
             self._closed = True
 
     def __enter__(self) -> Self:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 
@@ -240,3 +242,14 @@ def test_a_loss_outlives_close():
         static.compile(cases.batches(1)[0])
         loss = static.step(cases.batches(1)[0])
     assert loss.item() == float(loss) > 0
+
+
+def test_nothing_of_a_life_stays_behind_and_the_module_has_no_hooks():
+    with static_of() as static:
+        cases.trained(static, cases.batches(2))
+        module = static.module
+    alive = [weakref.ref(part) for part in (static, *static.modules())]
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+    del static, module
+    gc.collect()
+    assert [part() for part in alive] == [None] * len(alive)
