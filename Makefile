@@ -39,8 +39,8 @@ test-gpu: native
 
 # First a mistake of each kind, which has to be found: exit code 3. With padding an overrun into the
 # next array is one, too.
-MEMCHECK := PYTHONPATH=. $(SANITIZER) --error-exitcode 3 --print-limit 5 --tool memcheck --padding 64
-RACECHECK := PYTHONPATH=. $(SANITIZER) --error-exitcode 3 --print-limit 5 --tool racecheck
+MEMCHECK := PYTHONPATH=.:tests $(SANITIZER) --error-exitcode 3 --print-limit 5 --tool memcheck --padding 64
+RACECHECK := PYTHONPATH=.:tests $(SANITIZER) --error-exitcode 3 --print-limit 5 --tool racecheck
 test-gpu-sanitize: native
 	$(MEMCHECK) $(PYTHON) tests/gpu/every_kernel.py --plant overrun; test $$? -eq 3
 	$(RACECHECK) $(PYTHON) tests/gpu/every_kernel.py --plant race; test $$? -eq 3

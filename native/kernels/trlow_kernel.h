@@ -12,6 +12,7 @@
 #pragma once
 
 typedef float f32;
+typedef double f64;
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef int i32;

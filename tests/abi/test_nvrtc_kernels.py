@@ -17,7 +17,7 @@ SOURCES = sorted({declaration.source for declaration in declarations().values()}
 POINTERS = {
     f"{const}{element}*"
     for const in ("", "const ")
-    for element in ("f32", "u16", "i32", "u8", "i64")
+    for element in ("f32", "f64", "u16", "i32", "u8", "i64")
 }
 PARAMETER_INFO, PARAMETER_BYTES = 0x17, 0x19  # EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE
 BY_SIZE = 4  # the attribute's value lies behind it; its 16-bit field is the size

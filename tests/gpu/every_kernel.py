@@ -1,6 +1,6 @@
 """Launch every declared kernel at odd counts and offsets, and compare with the host device.
 
-    PYTHONPATH=. python tests/gpu/every_kernel.py [--device cuda|host] [--only NAME] [--exact]
+    PYTHONPATH=.:tests python tests/gpu/every_kernel.py [--device cuda|host] [--only NAME] [--exact]
 
 Elementwise kernels must give the host device's bytes, reductions agree within TOLERANCE. Every
 array is an allocation of its own, with canaries before and behind; with --exact it ends where the

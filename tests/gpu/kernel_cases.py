@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import kernel_tables
 import numpy as np
 
 from trlow.kernel import declarations
 
-DTYPES = {"f32": np.float32, "u16": np.uint16, "i32": np.int32, "u8": np.uint8, "i64": np.int64}
+DTYPES = {"f32": np.float32, "u16": np.uint16, "i32": np.int32, "u8": np.uint8, "i64": np.int64,
+          "f64": np.float64}  # fmt: skip
 
 # Elements of each array as factors of extents. A parameter of ONE has one element.
 ONE = {
     *("lr", "mu", "weight_decay", "grad_scale", "skip", "factor", "eps", "momentum", "flag"),
-    *("counter", "slot", "row"),
+    *("counter", "slot", "row", "steps"),
 }
+# Of the kernels over rows: mu, decay, whether it is nesterov; two betas, epsilon, two decays.
+NUMBERS = {"momentum_rows": (0.9, 0.01, 1.0), "adam_rows": (0.9, 0.999, 1e-8, 0.01, 0.02)}
 CONV = {"x": "n h width cin", "w": "kh kw cin cout", "y": "n ho wo cout"}
 FC = {"x": "n cin", "w": "cin cout", "b": "cout", "y": "n cout"}
 POOL = {"x": "n h width c", "y": "n ho wo c"}
@@ -55,6 +59,7 @@ CLOCKS = {"stamp"}  # never the same twice: only launched, and looked at for can
 
 # Odd sizes: single elements, tails behind vectors, sums over more rows than a block has lanes.
 FLAT = [{"count": n, "nbytes": n} for n in (1, 7, 257, 1003, 70_001)]
+ROWS = [{"entries": 1}, {"entries": 33}]
 EXTENTS = {
     "conv": [
         {"n": 3, "h": 6, "width": 7, "cin": 21, "ho": 3, "wo": 4, "cout": 35, "kh": 3, "kw": 3,
@@ -74,6 +79,9 @@ EXTENTS = {
     "bn_inference": FLAT,
     "bn": [{"rows": 300, "c": 19}, {"rows": 1, "c": 1}, {"rows": 257, "c": 33}],
     "softmax": [{"n": 3, "classes": 10}, {"n": 257, "classes": 7}, {"n": 1, "classes": 1}],
+    "gather_rows": ROWS,
+    "momentum_rows": ROWS,
+    "adam_rows": ROWS,
     "beat": [{"by": 1}, {"by": 3}],
     "next_row": [{"by": 1}],
     "stamp": [{"index": 2, "stride": 5, "rows": 3}],
@@ -98,11 +106,20 @@ class Case:
         """Elements of one array. A gradient has the shape of what it is a gradient of."""
         if parameter in ONE:
             return 1
+        if self.kernel in kernel_tables.ARRAYS:
+            return self._count_of_rows(parameter)
         shapes = SHAPES.get(self.kernel, {})
         text = shapes.get(parameter) or shapes.get(parameter.removeprefix("d"))
         if text is None:
             return self.extents["nbytes" if "nbytes" in self.names else "count"]
         return math.prod(int(f) if f.isdecimal() else self.extents[f] for f in text.split())
+
+    def _count_of_rows(self, parameter: str) -> int:
+        if parameter == "numbers":
+            return len(NUMBERS[self.kernel])
+        if parameter == "table":
+            return len(kernel_tables.table(self.kernel, self.extents["entries"]))
+        return kernel_tables.extent(self.kernel, self.extents["entries"])
 
     @property
     def names(self) -> list[str]:
@@ -120,6 +137,10 @@ class Case:
 
     def _array(self, rng: np.random.Generator, element: str, name: str) -> np.ndarray:
         count, dtype = self.count(name), np.dtype(DTYPES[element])
+        if name == "table":
+            return kernel_tables.table(self.kernel, self.extents["entries"])
+        if name in {"numbers", "steps"}:
+            return np.array(NUMBERS[self.kernel] if name == "numbers" else (7,), dtype)
         if name == "labels":
             return rng.integers(0, self.extents["classes"], count, np.int32)
         if element in {"i32", "i64"}:  # flags and counters
@@ -129,7 +150,7 @@ class Case:
         if self.kernel in BITS or element == "u8":  # every pattern: NaN, infinite, subnormal
             return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
         values = rng.standard_normal(count).astype(np.float32)
-        if name in {"eps", "var", "prev_var", "rstd"}:
+        if name in {"v", "eps", "var", "prev_var", "rstd"}:
             values = np.abs(values) + np.float32(0.1)
         if element == "u16":
             half = values.astype(np.float16).view(np.uint16)
@@ -145,7 +166,9 @@ def cases(kernel: str) -> list[Case]:
         probe = Case(kernel, extents, 0, 0)
         pointers = [n for t, n in declarations()[kernel].parameters if "*" in t]
         most = max(probe.count(name) for name in pointers)
-        whole = extents.get("c", 1) if declarations()[kernel].block else most
+        whole = (
+            extents.get("c", extents.get("entries", 1)) if declarations()[kernel].block else most
+        )
         for shift, work in ((0, whole), (1, whole), (3 + index, 1)):  # also one block for all
             made.append(Case(kernel, extents, shift, work))
     if "skip" in probe.names:

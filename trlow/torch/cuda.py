@@ -16,13 +16,16 @@ import torch
 
 from trlow.program import Stream
 from trlow.replay import RUN_AHEAD
+from trlow.torch.fused import KERNELS, FusedStep, covers
+from trlow.torch.rows import Table, alike, rows
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
+GATHER = "gather_rows"
+BESIDE_BLOCKS = 32  # of a gather that has the rest of the backward beside it
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trlow.device import Platform
     from trlow.enqueue import Rank
     from trlow.torch.batches import BatchShape
     from trlow.torch.member import Member
@@ -34,8 +37,9 @@ class CudaSide:
 
     overlaps = True  # a bucket is reduced while the backward goes on
 
-    def __init__(self, platform: Platform, member: Member, shape: BatchShape) -> None:
-        self._platform = platform
+    def __init__(self, rank: Rank, member: Member, shape: BatchShape) -> None:
+        self._platform, self._kernels = rank.platform, rank.kernels
+        self._kernels.load((GATHER, *KERNELS))
         self.member = member
         self._shape = shape
         self._index = member.device.index
@@ -51,6 +55,8 @@ class CudaSide:
         self._staging = [
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
+        self._tables: list[Table] = []  # of gathers; those of a capture are filled behind it
+        self._fused: FusedStep | None = None
         member.on_bucket = self._mark
 
     def _mark(self, bucket: int) -> None:
@@ -98,15 +104,45 @@ class CudaSide:
         """
         with self._on(handle) as stream:
             stream.wait_event(self._ready[bucket])
-            self.member.gather(bucket)
+            pairs = list(zip(*self.member.pieces(bucket), strict=True))
+            if self.member.work.accumulate == 1 and all(map(alike, pairs)):
+                self._copy(pairs, handle, beside=bucket < len(self.member.buckets) - 1)
+            else:
+                self.member.gather(bucket)
             self._gathered.record(stream)
+
+    def _copy(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], handle: int, *, beside: bool
+    ) -> None:
+        """One kernel; with few blocks where the backward's kernels want the multiprocessors."""
+        table = Table(self.member.device, rows(pairs, 1))
+        self._tables.append(table)
+        if not torch.cuda.is_current_stream_capturing():
+            table.fill()
+        blocks = min(table.entries, BESIDE_BLOCKS) if beside else table.entries
+        self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
+
+    def settle(self) -> None:
+        """After the captures: their kernels read tables that only now may be filled."""
+        for table in self._tables:
+            table.fill()
 
     def apply(self, handle: int) -> None:
         """The optimizer step. The warm-up has no other order than these two events."""
         with self._on(handle) as stream:
             stream.wait_event(self._computed)
             stream.wait_event(self._gathered)
-            self.member.apply()
+            self.member.apply(lambda: self._take(handle))
+
+    def _take(self, handle: int) -> None:
+        """One kernel if there is one for this optimizer; its tables are made in the warm-up."""
+        optimizer = self.member.update.optimizer
+        if self._fused is None and covers(optimizer):
+            self._fused = FusedStep(self._kernels, optimizer)
+        if self._fused is None:
+            optimizer.step()
+        else:
+            self._fused(handle)
 
     def before(self, rank: Rank, step: int, payload: Payload) -> None:
         """The inputs of a step, on UPDATE ahead of the graph.
@@ -172,6 +208,8 @@ class CudaSide:
         for parameter in self.member.trainable.values():
             parameter.grad = None
         self._staging.clear()
+        self._tables.clear()
+        self._fused = None
         self._streams.clear()
         self._pool = None
         with torch.cuda.device(self._index):

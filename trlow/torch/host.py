@@ -19,7 +19,6 @@ from trlow.torch.blame import blamed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trlow.device import Platform
     from trlow.enqueue import Rank
     from trlow.torch.batches import BatchShape
     from trlow.torch.member import Member
@@ -31,11 +30,11 @@ class HostSide:
 
     overlaps = False  # backward is one function: buckets are ready at its end
 
-    def __init__(self, platform: Platform, member: Member, shape: BatchShape) -> None:
-        self._platform = platform
+    def __init__(self, rank: Rank, member: Member, shape: BatchShape) -> None:
+        self._platform = rank.platform
         self.member = member
         self._shape = shape
-        self._events = Events(platform)
+        self._events = Events(rank.platform)
         self._error: BaseException | None = None
         self._todo: deque[Callable[[], None]] = deque()
         self._compute = self._function(self._forward_backward)
@@ -93,6 +92,9 @@ class HostSide:
 
         self._todo.append(load)
         self._enqueue(rank.streams[Stream.UPDATE], self._next)
+
+    def settle(self) -> None:
+        """Nothing is left to do after a capture."""
 
     def check(self) -> None:
         """Raise what a function raised, once."""

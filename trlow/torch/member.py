@@ -200,19 +200,23 @@ class Member:
         """Put the loss where it is reduced."""
         self.loss.copy_(loss.view(1))
 
-    def gather(self, bucket: int) -> None:
-        """Gradients of one bucket into its byte range: one multi-tensor kernel."""
+    def pieces(self, bucket: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where gradients of one bucket are reduced, and where autograd has left them."""
         parameters = [self.trainable[name] for name in self.buckets[bucket].names]
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        reduced = self._reduced[bucket]
+        return self._reduced[bucket], grads
+
+    def gather(self, bucket: int) -> None:
+        """Gradients of one bucket into its byte range: one multi-tensor kernel."""
+        reduced, grads = self.pieces(bucket)
         with torch.no_grad():
             if self.work.accumulate > 1:
                 torch._foreach_add_(reduced, grads)
             else:
                 torch._foreach_copy_(reduced, grads)
 
-    def apply(self) -> None:
-        """Take one optimizer step with the reduced gradients."""
+    def apply(self, take: Callable[[], None] | None = None) -> None:
+        """One optimizer step with the reduced gradients: ``take``, or that of the optimizer."""
         with torch.no_grad():
             for reduced, grads in zip(self._reduced, self._grads, strict=True):
                 if grads is not reduced:
@@ -221,7 +225,7 @@ class Member:
             for name, grad in zip(bucket.names, grads, strict=True):
                 self.trainable[name].grad = grad
         every = [grad for grads in self._grads for grad in grads]
-        self.update.step(every)
+        self.update.step(every, take)
         if self.work.accumulate > 1:
             with torch.no_grad():
                 torch._foreach_zero_([view for views in self._reduced for view in views])

@@ -166,7 +166,7 @@ class StaticDataParallel:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
             member.adopt(lambda name: tensor_of(rank.arena, name), buckets, self._wire)
-            return side(self._platform, member, shape)
+            return side(rank, member, shape)
 
         self._sides = runtime.together(adopt)
         gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
@@ -175,6 +175,8 @@ class StaticDataParallel:
             programs.append(step_program(plan, self._sides, self._statistics, last=False))
         for program in programs:
             self._replays.append(runtime.capture(program))
+        sides = self._sides
+        runtime.together(lambda rank: sides[rank.index].alone(rank, sides[rank.index].settle))
         self._each(lambda member: member.restart(state, history))
         self._rates.forget()  # a step that failed may not have brought every rank its rates
         for each in self._sides:

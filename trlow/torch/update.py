@@ -14,7 +14,7 @@ import torch
 from trlow.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trlow.torch.work import Work
 
@@ -116,8 +116,11 @@ class Update:
             for state in (*self._states(), scale)
         ]
 
-    def step(self, grads: Sequence[torch.Tensor]) -> None:
-        """Unscale, clip, take the step; ``grads`` are those of all parameters."""
+    def step(self, grads: Sequence[torch.Tensor], take: Callable[[], None] | None = None) -> None:
+        """Unscale, clip, take the step; ``grads`` are those of all parameters.
+
+        ``take`` stands for the optimizer's own step, which alone can leave out one on the device.
+        """
         with torch.no_grad():
             if self._scaled:
                 self._found.zero_()
@@ -128,7 +131,10 @@ class Update:
                 self.optimizer.found_inf = self._found  # type: ignore[attr-defined]
             if self._clip_norm is not None:
                 self._clip(grads)
-        self.optimizer.step()
+        if take is None or self._scaled:
+            self.optimizer.step()
+        else:
+            take()
         if self._scaled:
             with torch.no_grad():
                 torch._amp_update_scale_(

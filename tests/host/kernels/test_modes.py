@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 from ctypes import CDLL, addressof, c_longlong, c_void_p
 
+import kernel_tables
 import numpy as np
 import pytest
 
@@ -17,11 +18,12 @@ from trlow.kernel import declarations, source_folder
 EXTENTS = {  # by name of the parameter; sums of 3 x 3 taps over 5 channels, tails everywhere
     "n": 3, "h": 6, "width": 7, "cin": 21, "ho": 3, "wo": 4, "cout": 35, "kh": 3, "kw": 3,
     "stride": 2, "pad": 1, "rows": 300, "c": 19, "hw": 9, "k": 2, "classes": 10, "by": 3,
-    "index": 2, "count": 1003, "nbytes": 1003,
+    "index": 2, "count": 1003, "nbytes": 1003, "entries": 33,
 }  # fmt: skip
 LARGEST = 16_384  # elements; more than any parameter needs with these extents
 INSTRUCTION_SETS = ("run_baseline", "run_avx2", "run_avx512")
 ELEMENT = {"f32": np.float32, "u16": np.uint16, "i32": np.int32, "u8": np.uint8, "i64": np.int64}
+POSITIVE = {"var", "next_var", "prev_var", "eps", "v", "steps"}
 CLOCK = {"stamp"}  # reads the clock: never the same bytes twice
 KERNELS = sorted(declarations())
 REPEATABLE = [name for name in KERNELS if name not in CLOCK]
@@ -51,9 +53,13 @@ def inputs(name):
         elif "i32" in c_type:  # flags: not set; labels: classes
             high = 10 if parameter == "labels" else 1
             arguments.append(rng.integers(0, high, LARGEST, np.int32))
+        elif parameter == "table":
+            arguments.append(kernel_tables.table(name, EXTENTS["entries"]))
+        elif "f64" in c_type:  # betas and decays
+            arguments.append(rng.uniform(0.5, 0.9, LARGEST))
         elif "f32" in c_type:
             spread = rng.standard_normal(LARGEST).astype(np.float32)
-            arguments.append(abs(spread) if "var" in parameter or parameter == "eps" else spread)
+            arguments.append(abs(spread) if parameter in POSITIVE else spread)
         else:
             dtype = ELEMENT[c_type.removeprefix("const ").rstrip("* ")]
             arguments.append(rng.integers(0, 256, LARGEST, np.uint16).astype(dtype))

@@ -1,0 +1,107 @@
+"""Adam, AdamW and SGD with momentum as one kernel for each parameter group.
+
+The formulas are torch's and so is the state, so a state dict stays what it was; sums may round in
+another order. What is not covered here (see ``covers``) is left to torch's own kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trlow.torch.rows import Table, alike, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trlow.kernel import Kernels
+
+ADAM, MOMENTUM = "adam_rows", "momentum_rows"
+KERNELS = (ADAM, MOMENTUM)
+# What is read of a parameter's state, in the kernel's order.
+STATES = {ADAM: ("exp_avg", "exp_avg_sq"), MOMENTUM: ("momentum_buffer",)}
+
+
+def kernel_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """The kernel that does what this optimizer does; None for one that has none here."""
+    kind = type(optimizer)
+    if kind is torch.optim.Adam or kind is torch.optim.AdamW:
+        return ADAM
+    return MOMENTUM if kind is torch.optim.SGD else None
+
+
+def covers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is Adam, AdamW, or SGD with momentum, fused, in float32 and plain.
+
+    Plain: no amsgrad, maximize, dampening, and numbers where numbers may be tensors.
+    """
+    kernel = kernel_of(optimizer)
+    if kernel is None:
+        return False
+    for group in optimizer.param_groups:
+        odd = ("amsgrad", "maximize", "differentiable", "dampening")
+        if not group["fused"] or any(group.get(name) for name in odd):
+            return False
+        if any(isinstance(number, torch.Tensor) for number in group.get("betas", ())):
+            return False
+        if kernel == MOMENTUM and not group["momentum"]:
+            return False
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            moments = [state.get(name) for name in STATES[kernel]]
+            known = [each for each in (parameter.grad, *moments) if each is not None]
+            if len(known) <= len(moments) or not alike((parameter, *known)):
+                return False
+            if parameter.dtype is not torch.float32:
+                return False
+    return True
+
+
+class FusedStep:
+    """One rank's optimizer step, for gradients and a state that stay where they are.
+
+    It has to outlive its launches, whose tables it holds.
+    """
+
+    def __init__(self, kernels: Kernels, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer that ``covers`` is true of, whose kernel is loaded."""
+        name = kernel_of(optimizer)
+        assert name is not None
+        self._kernels, self._name = kernels, name
+        self._steps: list[torch.Tensor] = []
+        self._launches: list[tuple[list[int], int]] = []
+        self._kept: list[Any] = []  # what the launches hold addresses of
+        for group in optimizer.param_groups:
+            if group["params"]:
+                self._add(group, optimizer.state)
+
+    def _add(self, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        parameters, name = group["params"], self._name
+        device = parameters[0].device
+        pieces = [
+            (each, *(state[each][key] for key in STATES[name]), each.grad) for each in parameters
+        ]
+        table = Table(device, rows(pieces, parameters[0].element_size()))
+        table.fill()
+        decay = group["weight_decay"]
+        if name == ADAM:
+            decoupled = group.get("decoupled_weight_decay", False)
+            numbers = [*group["betas"], group["eps"], *((0, decay) if decoupled else (decay, 0))]
+            steps = [state[each]["step"] for each in parameters]
+            self._steps += steps
+            more = [steps[0].data_ptr()]
+        else:
+            numbers, more = [group["momentum"], decay, float(group["nesterov"])], []
+        held = torch.tensor(numbers, dtype=torch.float64, device=device)
+        bases = [0] * (2 + len(STATES[name]))
+        words = [group["lr"].data_ptr(), *more, held.data_ptr(), table.address, table.entries]
+        self._launches.append(([*bases, *words], table.entries))
+        self._kept += [table, held, group["lr"], pieces]
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue the step on ``stream``, which is torch's current one."""
+        if self._steps:
+            torch._foreach_add_(self._steps, 1)
+        for values, entries in self._launches:
+            self._kernels.launch(self._name, values, entries, stream)

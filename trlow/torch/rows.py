@@ -1,0 +1,69 @@
+"""Tables that let one kernel work on pieces of many tensors, wherever those lie.
+
+Torch's multi-tensor kernels give a block 65,536 elements, so a small model leaves most of a GPU
+idle; a row here is a sixteenth of that, and the number of blocks is the caller's choice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROW_NBYTES = 16 << 10
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether equal places in memory are equal elements: one dtype, dense, the same strides."""
+    first = tensors[0]
+    return all(
+        each.dtype is first.dtype
+        and each.shape == first.shape
+        and each.stride() == first.stride()
+        and each.device == first.device
+        for each in tensors
+    ) and _dense(first)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one piece of memory; permuted as they may be."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
+
+
+def rows(groups: Sequence[Sequence[torch.Tensor]], unit: int) -> Iterator[list[int]]:
+    """For each piece of each group of tensors that are ``alike``: their places, then how much.
+
+    Addresses and extent count in ``unit`` bytes.
+    """
+    for tensors in groups:
+        addresses, nbytes = [each.data_ptr() for each in tensors], tensors[0].nbytes
+        for start in range(0, nbytes, ROW_NBYTES):
+            extent = min(ROW_NBYTES, nbytes - start)
+            yield [*((address + start) // unit for address in addresses), extent // unit]
+
+
+class Table:
+    """Rows in the memory of a device; made before they are known, filled when they are."""
+
+    def __init__(self, device: torch.device, found: Iterator[list[int]]) -> None:
+        self._rows = torch.tensor(list(found), dtype=torch.int64)
+        self._there = torch.empty_like(self._rows, device=device)
+        self.entries = len(self._rows)
+
+    @property
+    def address(self) -> int:
+        """Where the rows are on the device, once they are filled in."""
+        return self._there.data_ptr()
+
+    def fill(self) -> None:
+        """Copy the rows to the device, in the order of torch's current stream."""
+        self._there.copy_(self._rows)
