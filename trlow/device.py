@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING
 
-from trlow import loopback
+from trlow import loopback, nccl_variables
 from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
@@ -117,7 +117,7 @@ class Platform:
     def nccl(self) -> Library:
         """The collectives' library, loaded on first use.
 
-        Raises ``LibraryError``, and ``SettingsError`` where ``loopback_only`` cannot be kept.
+        Raises ``LibraryError``, and ``SettingsError`` where NCCL cannot be set as asked any more.
         """
         check_process()
         if self._nccl is None:
@@ -127,8 +127,10 @@ class Platform:
     def _load_nccl(self) -> Library:
         if self._settings.loopback_only:
             loopback.confine()
+        if not self._settings.graph_mixing:
+            nccl_variables.demand("graph_mixing", "True", {"NCCL_GRAPH_MIXING_SUPPORT": ("0",)})
         library = nccl_binding.load(self._settings.nccl_library, variables=variables_in_effect())
-        loopback.note_first_use()
+        nccl_variables.note_first_use()
         return library
 
     @property

@@ -49,6 +49,9 @@ class Settings:
     host_library: str | None = None
     kernel_cache: str | None = None  # folder of compiled kernels; None: the user's cache; "off"
     loopback_only: bool = False  # NCCL listens on the loopback interface alone
+    # False: NCCL leaves out the nodes that let graphs overlap with other graphs or eager calls of
+    # one communicator. trlow never does that, but the variable is for all of the process.
+    graph_mixing: bool = True
     host_devices: int = 4  # devices that the host device shows
     host_workers: int = 0  # its threads; 0: one for each core
     host_schedule_seed: int = 0  # 0: work starts in the order issued; else that order is shuffled

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trlow import loopback
+from trlow import loopback, nccl_variables
 from trlow.errors import SettingsError
 from trlow.settings import Settings
 
@@ -123,7 +123,7 @@ def test_it_is_not_too_late_where_the_user_had_set_everything():
 def test_what_the_user_has_set_otherwise_is_an_error_that_names_it(monkeypatch, name, value):
     for variable in (*SET, "NCCL_COMM_ID"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(loopback, "_at_first_use", None)
+    monkeypatch.setattr(nccl_variables, "_at_first_use", None)
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError) as caught:
         loopback.confine()
@@ -134,3 +134,21 @@ def test_what_the_user_has_set_otherwise_is_an_error_that_names_it(monkeypatch, 
 
 def test_the_library_does_not_ask_for_it():
     assert Settings().loopback_only is False
+
+
+def test_graph_mixing_is_left_out_where_it_can_be():
+    _, variables = seen(run("use(graph_mixing=False); use(graph_mixing=False); use(); show()"))
+    assert variables == {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+
+
+@pytest.mark.parametrize("have", [{}, {"NCCL_GRAPH_MIXING_SUPPORT": "1"}])
+def test_graph_mixing_too_late_or_set_otherwise_is_an_error(have):
+    done = run(LATE.replace("loopback_only=True", "graph_mixing=False"), **have)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("NCCL_GRAPH_MIXING_SUPPORT", "graph_mixing=True (TRLOW_GRAPH_MIXING=1)"):
+        assert words in done.stdout
+    assert ("comes too late" in done.stdout) == (not have)
+
+
+def test_the_library_leaves_graph_mixing_as_it_is():
+    assert Settings().graph_mixing is True

@@ -39,7 +39,8 @@ FLOORS: list[tuple[str, ...]] = [
     ("binding.driver", "binding.nccl"),
     ("binding.host",),
     ("binding",),
-    ("loopback", "kernel_cache", "interop"),
+    ("nccl_variables", "kernel_cache", "interop"),
+    ("loopback",),
     ("device", "kernel_image", "dlpack"),
     ("kernel", "arena", "communicator", "ranks", "feed"),
     ("nodes",),
@@ -80,7 +81,7 @@ FOLDERS = ("nn", "bench", "cli")
 _NAMES = [name for entry in FLOORS for name in entry]
 PURE = frozenset(_NAMES[: _NAMES.index("program") + 1])
 BINDING = frozenset(name for name in _NAMES if name.startswith("binding"))
-FOREIGN = frozenset(_NAMES[_NAMES.index("loopback") : _NAMES.index("nn")])
+FOREIGN = frozenset(_NAMES[_NAMES.index("nccl_variables") : _NAMES.index("nn")])
 
 # Heavy or optional packages, which load when they are used: inside the function that uses them.
 LAZY = ("cuda", "rich", "sklearn", "matplotlib", "hypothesis")

@@ -36,6 +36,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     chosen = given(arguments, "device", "gpus", "global_batch_size")
     if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
         chosen["loopback_only"] = True  # all ranks are in this process, so nobody else connects
+    have = variables_in_effect()
+    if not (have.get("TRLOW_GRAPH_MIXING") or have.get("NCCL_GRAPH_MIXING_SUPPORT")):
+        chosen["graph_mixing"] = False  # nobody else uses NCCL here
     settings = Settings.from_environment(
         any_world_size=True,
         deadline_s=arguments.deadline,

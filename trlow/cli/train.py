@@ -104,6 +104,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         chosen["host_devices"] = arguments.ranks
     if not variables_in_effect().get("TRLOW_LOOPBACK_ONLY"):
         chosen["loopback_only"] = True  # all ranks are in this process, so nobody else connects
+    have = variables_in_effect()
+    if not (have.get("TRLOW_GRAPH_MIXING") or have.get("NCCL_GRAPH_MIXING_SUPPORT")):
+        chosen["graph_mixing"] = False  # nobody else uses NCCL here
     return Settings.from_environment(**chosen)
 
 

@@ -397,3 +397,22 @@ def test_nccl_is_kept_to_loopback_unless_the_user_says_otherwise(
         monkeypatch.setenv("TRLOW_LOOPBACK_ONLY", variable)
     arguments = build("0").parse_args(["train"])
     assert settings_of(arguments).loopback_only is loopback_only
+
+
+@pytest.mark.parametrize(
+    ("variables", "graph_mixing"),
+    [
+        ({}, False),
+        ({"TRLOW_GRAPH_MIXING": "1"}, True),
+        ({"TRLOW_GRAPH_MIXING": "0"}, False),
+        ({"NCCL_GRAPH_MIXING_SUPPORT": "1"}, True),
+    ],
+)
+def test_graph_mixing_is_left_out_unless_the_user_says_otherwise(
+    monkeypatch, variables, graph_mixing
+):
+    for name in ("TRLOW_GRAPH_MIXING", "NCCL_GRAPH_MIXING_SUPPORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert settings_of(build("0").parse_args(["train"])).graph_mixing is graph_mixing
