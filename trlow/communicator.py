@@ -63,11 +63,21 @@ class Communicators:
         self.handles = self._make() if given is None else list(given)
         self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
         self._windows: dict[int, int] = {}  # rank -> ncclWindow_t
-        self._aborts: list[threading.Thread] = []
+        self._doomed: list[int] = []  # handles that are being aborted
         self._abort_lock = threading.Lock()
         self._abort_errors: list[TrlowError] = []
+        # They wait from now on: where the interpreter ends, Python 3.12 starts no thread any more.
+        self._end = threading.Event()
+        self._aborters = [
+            threading.Thread(
+                target=self._abort, args=(rank,), name=f"trlow-abort-{rank}", daemon=True
+            )
+            for rank in range(len(self.handles))
+        ]
         if self._given:
             self._check_given()
+        for aborter in self._aborters:
+            aborter.start()
 
     def _make(self) -> list[int]:
         devices = self.devices
@@ -205,32 +215,28 @@ class Communicators:
     def aborting(self) -> bool:
         """Whether ``start_abort`` was called; nothing else may be done with them then."""
         with self._abort_lock:
-            return bool(self._aborts)
+            return bool(self._doomed)
 
     def start_abort(self) -> None:
-        """Abort every rank on helper threads at once, so that spinning kernels exit. No wait.
+        """Abort every rank on threads of their own at once, so that spinning kernels exit. No wait.
 
         The thread that waits for a run and one that closes the runtime may both call it.
         """
         with self._abort_lock:
-            if self._aborts or not self.handles:
+            if not self.handles:
                 return
             self._reductions.clear()  # both go with their communicators
             self._windows.clear()
-            handles, self.handles = self.handles, []
-            threads = [
-                threading.Thread(
-                    target=self._abort, args=(handle,), name=f"trlow-abort-{rank}", daemon=True
-                )
-                for rank, handle in enumerate(handles)
-            ]
-            for thread in threads:
-                thread.start()
-            self._aborts = threads
+            self._doomed, self.handles = self.handles, []
+            self._end.set()
 
-    def _abort(self, handle: int) -> None:
+    def _abort(self, rank: int) -> None:
+        """Of one rank, if it comes to that; ``close`` ends the wait as well."""
+        self._end.wait()
+        if not self._doomed:
+            return
         try:
-            self._nccl.ncclCommAbort(handle)
+            self._nccl.ncclCommAbort(self._doomed[rank])
         except TrlowError as error:
             self._abort_errors.append(error)
 
@@ -240,8 +246,7 @@ class Communicators:
         Returns what went wrong, or None.
         """
         deadline = time.monotonic() + timeout_s
-        with self._abort_lock:
-            threads = list(self._aborts)
+        threads = self._aborters if self.aborting else []
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [thread.name for thread in threads if thread.is_alive()]
@@ -251,7 +256,9 @@ class Communicators:
 
     def close(self) -> None:
         """Windows, reductions, own communicators; every graph that captured them must be gone."""
-        handles, self.handles = self.handles, []
+        with self._abort_lock:
+            handles, self.handles = self.handles, []
+            self._end.set()
         windows, self._windows = self._windows, {}
         reductions, self._reductions = self._reductions, {}
         releases = [

@@ -371,6 +371,16 @@ forever(made(settings), False)
 """
 
 
+def plain_torchs_code():
+    """-SIGINT, or 1 where torch's own atexit imports tabulate, which clears Python's note of it."""
+    text = "import torch, torch._dynamo; torch.compile(lambda x: x + 1, backend='eager')"
+    text += "(torch.ones(1)); raise KeyboardInterrupt"
+    command = [sys.executable, "-c", text]
+    code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    assert code in {-signal.SIGINT, 1}
+    return code
+
+
 def test_ctrl_c_in_a_loop_of_steps_of_losses_and_uncaught(device):
     """One process and three signals: two are caught, and another one works; the third ends it."""
     here = str(Path(__file__).parent)
@@ -401,5 +411,5 @@ def test_ctrl_c_in_a_loop_of_steps_of_losses_and_uncaught(device):
         process.kill()
         process.communicate()
     assert said == [*(["stepping\n", "interrupted\n", "works\n"] * 2), "stepping\n"], err
-    assert process.returncode == -signal.SIGINT, err
+    assert process.returncode == plain_torchs_code(), err
     assert re.search(r"^KeyboardInterrupt", err, re.MULTILINE)

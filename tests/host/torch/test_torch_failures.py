@@ -211,7 +211,16 @@ def test_ctrl_c_between_steps_ends_with_keyboard_interrupt_alone(ending):
     assert errors.count("Traceback") == 1
 
 
+# As Python 3.12 and later do once the interpreter ends, of its own accord.
+NO_THREADS = """
+import atexit, threading
+def refused(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+atexit.register(lambda: setattr(threading.Thread, "start", refused))
+for _ in range(20): static.step(batch)
+"""
 ENDINGS = {
+    "where no thread starts any more": (NO_THREADS, 0),
     "with steps on their way": ("for _ in range(20): static.step(batch)", 0),
     "by sys.exit in a context": ("with static:\n    static.step(batch); sys.exit(5)", 5),
 }
