@@ -75,6 +75,15 @@ def set_gradients(mine, generator):
         parameter.grad.copy_(drawn)
 
 
+def gradients_of(mine):
+    return {parameter: parameter.grad for parameter in mine}
+
+
+def covered(optimizer, mine):
+    known = {parameter: grad for parameter, grad in gradients_of(mine).items() if grad is not None}
+    return covers(optimizer, known)
+
+
 def made(optimizer, mine, device):
     """With what its first step makes, and rates on the device."""
     set_gradients(mine, torch.Generator().manual_seed(0))
@@ -90,8 +99,8 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
     mine, other = parameters(bench.device), parameters(bench.device)
     optimizer = made(OPTIMIZERS[name], mine, bench.device)
     reference = made(OPTIMIZERS[name], other, bench.device)
-    assert covers(optimizer)
-    step = FusedStep(bench.kernels, optimizer)
+    assert covered(optimizer, mine)
+    step = FusedStep(bench.kernels, optimizer, [gradients_of(mine)])
     generator = torch.Generator().manual_seed(5)
     for number in range(20):
         state = generator.get_state()
@@ -100,7 +109,7 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
         set_gradients(other, generator)
         for each in (optimizer, reference):
             each.param_groups[0]["lr"].fill_(0.1 / (1 + number))
-        step(bench.stream)
+        step(0, bench.stream)
         bench.wait()
         reference.step()
     bench.wait()
@@ -111,15 +120,17 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
             torch.testing.assert_close(optimizer.state[one][key], value, rtol=2e-5, atol=2e-6)
 
 
-def test_groups_have_numbers_of_their_own(bench):
+def test_groups_have_numbers_of_their_own_in_every_bucket(bench):
     def grouped(mine):
         groups = [{"params": mine[:2], "weight_decay": 0.5}, {"params": mine[2:], "eps": 1e-2}]
         return torch.optim.AdamW(groups, **ADAMS)
 
     mine, other = parameters(bench.device), parameters(bench.device)
     optimizer, reference = made(grouped, mine, bench.device), made(grouped, other, bench.device)
-    step = FusedStep(bench.kernels, optimizer)
-    step(bench.stream)
+    halves = [gradients_of(mine[1::2]), gradients_of(mine[::2])]
+    step = FusedStep(bench.kernels, optimizer, halves)
+    for bucket in range(2):
+        step(bucket, bench.stream, 3)
     bench.wait()
     reference.step()
     bench.wait()
@@ -143,17 +154,17 @@ def test_what_is_not_covered_is_left_to_torch(bench, optimizer):
     set_gradients(mine, torch.Generator().manual_seed(0))
     found = optimizer(mine)
     found.step()
-    assert not covers(found)
+    assert not covered(found, mine)
 
 
 def test_parameters_of_another_dtype_or_layout_are_left_to_torch(bench):
     mine = parameters(bench.device, 1)
     optimizer = made(OPTIMIZERS["AdamW"], mine, bench.device)
-    assert covers(optimizer)
+    assert covered(optimizer, mine)
     mine[0].grad = torch.zeros(5, 3, device=bench.device).t()
-    assert not covers(optimizer)
+    assert not covered(optimizer, mine)
     mine[0].grad = None
-    assert not covers(optimizer)
+    assert not covered(optimizer, mine)
 
 
 @pytest.mark.parametrize("blocks", [1, 32, None])

@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")
 import trlow.torch  # noqa: E402
+from trlow.torch import parallel  # noqa: E402
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(60)]
 ROOT = str(Path(trlow.__file__).parents[1])
@@ -85,6 +86,25 @@ def placed(device, rank):
 
 def on_host(state):
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+class Late(torch.nn.Module):
+    """Uses a weight for more than its own gradient: it is read after that gradient is ready."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(32, WIDTH)
+        self.square = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.last = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, rows):
+        hidden = self.first(rows).relu() @ self.square.detach()
+        return self.last((hidden @ self.square).relu())
+
+
+def late():
+    torch.manual_seed(0)
+    return Late()
 
 
 # ------------------------------------------------------------------------------ ways to train it
@@ -226,6 +246,45 @@ def test_accumulate_equals_steps_of_the_concatenated_batches(device, gpu_setting
     means = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
     assert means == pytest.approx(wanted, **CURVE)
     check_weights(weights, plain.state(), **WEIGHTS)
+
+
+def early_or_not(factory, settings, monkeypatch, **options):
+    """Losses and weights with updates where they may be, what that was, and with none early."""
+    asked, ask = [], parallel.may_update_early
+
+    def told(*arguments):
+        asked.append(ask(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(parallel, "may_update_early", told)
+    mine = replayed(settings, batches(), factory=factory, **options)
+    monkeypatch.setattr(parallel, "may_update_early", lambda *_: False)
+    return mine, asked, replayed(settings, batches(), factory=factory, **options)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("options", [{"buckets": 3}, {"buckets": 2, "accumulate": 2}, {}])
+def test_early_updates_are_the_same_bytes(device, gpu_settings, monkeypatch, optimizer, options):
+    if device == "host":
+        pytest.skip("the host device updates behind the backward, which is one function")
+    options = {**options, "optimizer": optimizer}
+    mine, asked, other = early_or_not(mlp, gpu_settings(2), monkeypatch, **options)
+    assert asked == [True]
+    assert mine[0] == other[0]
+    for name, tensor in mine[1].items():
+        assert torch.equal(tensor, other[1][name]), name
+
+
+def test_a_weight_that_is_read_behind_its_gradient_is_not_updated_early(
+    device, gpu_settings, monkeypatch
+):
+    found = early_or_not(late, gpu_settings(2), monkeypatch, buckets=5)
+    (losses, weights), asked, _ = found
+    assert asked == [False]
+    whole = Eager(device, 2, factory=late)
+    assert losses == pytest.approx([whole.step(batch) for batch in batches()], **CURVE)
+    for name, tensor in on_host(whole.modules[0].state_dict()).items():
+        torch.testing.assert_close(weights[name], tensor, **WEIGHTS)
 
 
 def test_clip_norm_is_that_of_torch(device, gpu_settings):

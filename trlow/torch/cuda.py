@@ -22,6 +22,7 @@ from trlow.torch.rows import Table, alike, rows
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 GATHER = "gather_rows"
 BESIDE_BLOCKS = 32  # of a gather that has the rest of the backward beside it
+EARLY_BLOCKS = 128  # of an update that has
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ class CudaSide:
 
     overlaps = True  # a bucket is reduced while the backward goes on
 
-    def __init__(self, rank: Rank, member: Member, shape: BatchShape) -> None:
+    def __init__(self, rank: Rank, member: Member, shape: BatchShape, *, early: bool) -> None:
+        """``early``: a weight may change as soon as its gradient is ready."""
         self._platform, self._kernels = rank.platform, rank.kernels
         self._kernels.load((GATHER, *KERNELS))
         self.member = member
@@ -56,7 +58,10 @@ class CudaSide:
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
         self._tables: list[Table] = []  # of gathers; those of a capture are filled behind it
-        self._fused: FusedStep | None = None
+        self._fused = self._fused_step()
+        # Clipping and a loss scale need all gradients before the first weight changes.
+        scales = member.work.clip_norm is not None or member.work.autocast is torch.float16
+        self.early = early and self._fused is not None and not scales
         member.on_bucket = self._mark
 
     def _mark(self, bucket: int) -> None:
@@ -127,22 +132,37 @@ class CudaSide:
         for table in self._tables:
             table.fill()
 
+    def _fused_step(self) -> FusedStep | None:
+        member, optimizer = self.member, self.member.update.optimizer
+        buckets = [member.gradients(k) for k in range(len(member.buckets))]
+        if not covers(optimizer, {p: grad for bucket in buckets for p, grad in bucket.items()}):
+            return None
+        return FusedStep(self._kernels, optimizer, buckets)
+
+    def _take(self, handle: int) -> None:
+        """The step of every bucket."""
+        if self._fused is not None:
+            for bucket in range(len(self.member.buckets)):
+                self._fused(bucket, handle)
+
     def apply(self, handle: int) -> None:
         """The optimizer step. The warm-up has no other order than these two events."""
         with self._on(handle) as stream:
             stream.wait_event(self._computed)
             stream.wait_event(self._gathered)
-            self.member.apply(lambda: self._take(handle))
+            self.member.apply(None if self._fused is None else lambda: self._take(handle))
 
-    def _take(self, handle: int) -> None:
-        """One kernel if there is one for this optimizer; its tables are made in the warm-up."""
-        optimizer = self.member.update.optimizer
-        if self._fused is None and covers(optimizer):
-            self._fused = FusedStep(self._kernels, optimizer)
-        if self._fused is None:
-            optimizer.step()
-        else:
-            self._fused(handle)
+    def apply_early(self, bucket: int, handle: int) -> None:
+        """The optimizer step of one bucket, beside the backward and what it reduces later."""
+        assert self._fused is not None
+        with self._on(handle) as stream:
+            if not torch.cuda.is_current_stream_capturing():
+                stream.wait_event(self._computed)  # the program orders nothing in the warm-up
+                stream.wait_event(self._gathered)
+            self.member.hand_over(bucket)
+            last = bucket == len(self.member.buckets) - 1
+            self._fused(bucket, handle, None if last else EARLY_BLOCKS)
+            self.member.clear(bucket)
 
     def before(self, rank: Rank, step: int, payload: Payload) -> None:
         """The inputs of a step, on UPDATE ahead of the graph.

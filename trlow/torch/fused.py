@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD with momentum as one kernel for each parameter group.
+"""Adam, AdamW and SGD with momentum: one kernel for each bucket and parameter group.
 
 The formulas are torch's and so is the state, so a state dict stays what it was; sums may round in
 another order. What is not covered here (see ``covers``) is left to torch's own kernels.
@@ -13,7 +13,7 @@ import torch
 from trlow.torch.rows import Table, alike, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trlow.kernel import Kernels
 
@@ -31,10 +31,13 @@ def kernel_of(optimizer: torch.optim.Optimizer) -> str | None:
     return MOMENTUM if kind is torch.optim.SGD else None
 
 
-def covers(optimizer: torch.optim.Optimizer) -> bool:
+def covers(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[torch.Tensor, torch.Tensor]
+) -> bool:
     """Whether this is Adam, AdamW, or SGD with momentum, fused, in float32 and plain.
 
-    Plain: no amsgrad, maximize, dampening, and numbers where numbers may be tensors.
+    Plain: no amsgrad, maximize, dampening, and numbers where numbers may be tensors. ``gradients``
+    are where each parameter's will be.
     """
     kernel = kernel_of(optimizer)
     if kernel is None:
@@ -49,9 +52,9 @@ def covers(optimizer: torch.optim.Optimizer) -> bool:
             return False
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            moments = [state.get(name) for name in STATES[kernel]]
-            known = [each for each in (parameter.grad, *moments) if each is not None]
-            if len(known) <= len(moments) or not alike((parameter, *known)):
+            others = [gradients.get(parameter), *(state.get(name) for name in STATES[kernel])]
+            known = [each for each in others if each is not None]
+            if len(known) < len(others) or not alike((parameter, *known)):
                 return False
             if parameter.dtype is not torch.float32:
                 return False
@@ -59,28 +62,43 @@ def covers(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FusedStep:
-    """One rank's optimizer step, for gradients and a state that stay where they are.
+    """One rank's optimizer step by buckets, for gradients and a state that stay where they are.
 
     It has to outlive its launches, whose tables it holds.
     """
 
-    def __init__(self, kernels: Kernels, optimizer: torch.optim.Optimizer) -> None:
-        """Of an optimizer that ``covers`` is true of, whose kernel is loaded."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Mapping[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Of an optimizer that is covered, whose kernel is loaded; parameters to gradients."""
         name = kernel_of(optimizer)
         assert name is not None
         self._kernels, self._name = kernels, name
         self._steps: list[torch.Tensor] = []
-        self._launches: list[tuple[list[int], int]] = []
+        self._launches: list[list[tuple[list[int], int]]] = []
         self._kept: list[Any] = []  # what the launches hold addresses of
-        for group in optimizer.param_groups:
-            if group["params"]:
-                self._add(group, optimizer.state)
+        for gradients in buckets:
+            launches = []
+            for group in optimizer.param_groups:
+                mine = [each for each in group["params"] if each in gradients]
+                if mine:
+                    launches.append(self._launch(group, mine, gradients, optimizer.state))
+            self._launches.append(launches)
 
-    def _add(self, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        parameters, name = group["params"], self._name
-        device = parameters[0].device
+    def _launch(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+    ) -> tuple[list[int], int]:
+        name, device = self._name, parameters[0].device
         pieces = [
-            (each, *(state[each][key] for key in STATES[name]), each.grad) for each in parameters
+            (each, *(state[each][key] for key in STATES[name]), gradients[each])
+            for each in parameters
         ]
         table = Table(device, rows(pieces, parameters[0].element_size()))
         table.fill()
@@ -96,12 +114,15 @@ class FusedStep:
         held = torch.tensor(numbers, dtype=torch.float64, device=device)
         bases = [0] * (2 + len(STATES[name]))
         words = [group["lr"].data_ptr(), *more, held.data_ptr(), table.address, table.entries]
-        self._launches.append(([*bases, *words], table.entries))
         self._kept += [table, held, group["lr"], pieces]
+        return [*bases, *words], table.entries
 
-    def __call__(self, stream: int) -> None:
-        """Enqueue the step on ``stream``, which is torch's current one."""
-        if self._steps:
+    def __call__(self, bucket: int, stream: int, blocks: int | None = None) -> None:
+        """Enqueue the step of one bucket on ``stream``, which is torch's current one.
+
+        Bucket 0 comes first: it counts the step for all of them. ``blocks`` bounds a launch's.
+        """
+        if bucket == 0 and self._steps:
             torch._foreach_add_(self._steps, 1)
-        for values, entries in self._launches:
-            self._kernels.launch(self._name, values, entries, stream)
+        for values, entries in self._launches[bucket]:
+            self._kernels.launch(self._name, values, min(entries, blocks or entries), stream)

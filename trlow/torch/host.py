@@ -29,6 +29,7 @@ class HostSide:
     """The torch work of one rank, enqueued on streams of the host device."""
 
     overlaps = False  # backward is one function: buckets are ready at its end
+    early = False  # and the optimizer comes behind all of them
 
     def __init__(self, rank: Rank, member: Member, shape: BatchShape) -> None:
         self._platform = rank.platform

@@ -1,4 +1,4 @@
-"""The order in which gradients become ready, measured by one step of each rank."""
+"""What one step of each rank tells: the order of gradients, and when weights may change."""
 
 from __future__ import annotations
 
@@ -51,6 +51,35 @@ def readiness(
                 f"gradients become ready in another order on rank {member.rank} ({other}) than on "
                 f"rank 0 ({first}): a module's graph may not depend on its data or its rank"
             )
-    if members[0].device.type == "cuda":
-        torch.cuda.empty_cache()  # the graphs have a pool of their own
     return tuple(members[0].order)
+
+
+def may_update_early(member: Member, shape: BatchShape, shard: list[torch.Tensor]) -> bool:
+    """Whether no weight is read any more once its gradient is ready.
+
+    A weight that is also used detached, say, may be needed later. So each becomes NaN here when its
+    gradient is ready: autograd raises where it has kept a tensor that was written to meanwhile, and
+    what reads one in another way makes gradients that are not finite. The weights are put back.
+    """
+    kept = {name: weight.detach().clone() for name, weight in member.trainable.items()}
+    with ExitStack() as stack:
+        if member.device.type == "cuda":
+            torch.cuda.current_stream(member.device).synchronize()  # the copies are there
+            side = torch.cuda.Stream(member.device)
+            stack.enter_context(torch.cuda.stream(side))
+            stack.callback(side.synchronize)
+        member.probing = True
+        try:
+            member.forward_backward(shape, [leaf.to(member.device) for leaf in shard])
+            gradients = [weight.grad for weight in member.trainable.values()]
+            return all(bool(grad.isfinite().all()) for grad in gradients if grad is not None)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return False
+        finally:
+            member.probing = False
+            with torch.no_grad():
+                for name, weight in member.trainable.items():
+                    weight.grad = None
+                    weight.copy_(kept[name])

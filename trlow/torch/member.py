@@ -6,6 +6,7 @@ collective on a byte range is one on all of them. Nothing here knows streams or 
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ class Member:
         self.update = Update(work, list(self.trainable.values()), device)
         self.order: list[str] = []  # of the newest backward: names as gradients became ready
         self.on_bucket: Callable[[int], None] | None = None  # told when a bucket is ready
+        self.probing = False  # a parameter becomes NaN when its gradient is ready
         self.buckets: tuple[Bucket, ...] = ()
         self.inputs: list[torch.Tensor] = []
         self._waiting: list[int] = []
@@ -165,6 +167,9 @@ class Member:
     def ready(self, name: str) -> None:
         """On autograd's thread: the gradient of one parameter is complete."""
         self.order.append(name)
+        if self.probing:
+            with torch.no_grad():
+                self.trainable[name].fill_(math.nan)
         if self._waiting:
             bucket = self._bucket_of[name]
             self._waiting[bucket] -= 1
@@ -215,20 +220,34 @@ class Member:
             else:
                 torch._foreach_copy_(reduced, grads)
 
-    def apply(self, take: Callable[[], None] | None = None) -> None:
-        """One optimizer step with the reduced gradients: ``take``, or that of the optimizer."""
-        with torch.no_grad():
-            for reduced, grads in zip(self._reduced, self._grads, strict=True):
-                if grads is not reduced:
-                    torch._foreach_copy_(grads, reduced)
-        for bucket, grads in zip(self.buckets, self._grads, strict=True):
-            for name, grad in zip(bucket.names, grads, strict=True):
-                self.trainable[name].grad = grad
-        every = [grad for grads in self._grads for grad in grads]
-        self.update.step(every, take)
+    def hand_over(self, bucket: int) -> None:
+        """Reduced gradients of one bucket to where the optimizer reads them, ``.grad`` as well."""
+        reduced, grads = self._reduced[bucket], self._grads[bucket]
+        if grads is not reduced:
+            with torch.no_grad():
+                torch._foreach_copy_(grads, reduced)
+        for parameter, grad in self.gradients(bucket).items():
+            parameter.grad = grad
+
+    def clear(self, bucket: int) -> None:
+        """Where gradients are added up over several steps they begin at 0."""
         if self.work.accumulate > 1:
             with torch.no_grad():
-                torch._foreach_zero_([view for views in self._reduced for view in views])
+                torch._foreach_zero_(self._reduced[bucket])
+
+    def gradients(self, bucket: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Where the optimizer reads the gradient of each parameter of one bucket."""
+        mine = [self.trainable[name] for name in self.buckets[bucket].names]
+        return dict(zip(mine, self._grads[bucket], strict=True))
+
+    def apply(self, take: Callable[[], None] | None = None) -> None:
+        """One optimizer step with the reduced gradients: ``take``, or that of the optimizer."""
+        numbers = range(len(self.buckets))
+        for bucket in numbers:
+            self.hand_over(bucket)
+        self.update.step([grad for grads in self._grads for grad in grads], take)
+        for bucket in numbers:
+            self.clear(bucket)
 
 
 def _telling(member: weakref.ref[Member], name: str) -> Callable[[torch.Tensor], None]:

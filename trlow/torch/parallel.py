@@ -19,7 +19,7 @@ from trlow.torch.blame import blamed
 from trlow.torch.buckets import DTYPES, cut, make_plan
 from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
-from trlow.torch.measure import readiness
+from trlow.torch.measure import may_update_early, readiness
 from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
 from trlow.torch.rates import Rates
@@ -156,17 +156,22 @@ class StaticDataParallel:
         members = self._members
         shards = shape.cut(example)
         order = readiness(members, shape, shards)
+        early = may_update_early(members[0], shape, shards[0])
+        if self._platform.name != "host":
+            torch.cuda.empty_cache()  # the graphs have a pool of their own
         ready = {parameter.name: parameter for parameter in members[0].parameters()}
         buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
         plan = make_plan(tuple(ready.values()), buckets, members[0].statistics(), self._wire)
         runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
-        side = HostSide if self._platform.name == "host" else CudaSide
+        on_host = self._platform.name == "host"
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
             member.adopt(lambda name: tensor_of(rank.arena, name), buckets, self._wire)
-            return side(rank, member, shape)
+            if on_host:
+                return HostSide(rank, member, shape)
+            return CudaSide(rank, member, shape, early=early)
 
         self._sides = runtime.together(adopt)
         gc.collect()  # a tensor that dies in a cycle during a capture may free device memory

@@ -2,7 +2,9 @@
 
 On a GPU a bucket is gathered by a stage of its own, which waits for an event inside of the
 backward. The program does not see that order, so it derives none, and the bucket's all-reduce runs
-while the backward goes on. Everything else is derived from byte ranges as always.
+while the backward goes on. Where weights may change early the step of a bucket's parameters comes
+right behind its all-reduce, and COMPUTE does not say that it reads them. Everything else is derived
+from byte ranges as always.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trlow.plan import MemoryPlan, Range
+    from trlow.range_op import RangeOp
     from trlow.torch.cuda import CudaSide
     from trlow.torch.host import HostSide
 
@@ -29,7 +32,7 @@ def step_program(
     number = len(plan.table.buckets)
     gradients = tuple(plan.range(f"G_BUCKET_{k}") for k in range(number))
     weights = tuple(plan.range(f"W_BUCKET_{k}") for k in range(number))
-    masters = tuple(r for k in range(number) if (r := plan.range(f"H_BUCKET_{k}")).nbytes)
+    masters = tuple(plan.range(f"H_BUCKET_{k}") for k in range(number))
     loss, running = plan.range("R_LOSS"), plan.range("B_STATISTICS")
     written = (loss, *((running,) if running.nbytes else ()))
 
@@ -41,22 +44,26 @@ def step_program(
     def compute(rank: int, stream: int) -> None:
         sides[rank].compute(stream)
 
-    overlaps = sides[0].overlaps
+    overlaps, early = sides[0].overlaps, sides[0].early
     also = () if overlaps else gradients
-    stages = [Stage("COMPUTE", Stream.COMP_1, (), external(compute, weights, (*written, *also)))]
+    reads = () if early else weights
+    stages = [Stage("COMPUTE", Stream.COMP_1, (), external(compute, reads, (*written, *also)))]
     tail = [range_op.sum_all_reduce(loss)]
     if last and running.nbytes:
         tail.append(_statistics(running, statistics))
     for k, bucket in enumerate(gradients):
         if overlaps:
             stages.append(_gather(sides, k, bucket))
-        if last and k < number - 1:
-            ops = (range_op.sum_all_reduce(bucket),)
+        if last:
+            ops: tuple[RangeOp, ...] = (range_op.sum_all_reduce(bucket),)
+            if k == number - 1:  # the loss and the statistics in one group with the last bucket
+                ops += tuple(tail)
             stages.append(Stage(f"COMM_{k}", Stream.UPDATE, ops))
-    if last:  # the last bucket, the loss and the statistics in one group
-        tail.insert(0, range_op.sum_all_reduce(gradients[-1]))
-    stages.append(Stage(f"COMM_{number - 1}" if last else "LOSS", Stream.UPDATE, tuple(tail)))
-    if last:
+            if early:
+                stages.append(_early(sides, k, bucket, (weights[k], masters[k])))
+    if not last:
+        stages.append(Stage("LOSS", Stream.UPDATE, tuple(tail)))
+    elif not early:
 
         def apply(rank: int, stream: int) -> None:
             sides[rank].apply(stream)
@@ -74,7 +81,17 @@ def _gather(sides: Sequence[CudaSide | HostSide], k: int, bucket: Range) -> Stag
     return Stage(f"GATHER_{k}", Stream.COMP_2, (), External("callback", (), (bucket,), body))
 
 
-def _statistics(running: Range, how: str) -> range_op.RangeOp:
+def _early(
+    sides: Sequence[CudaSide | HostSide], k: int, bucket: Range, writes: tuple[Range, ...]
+) -> Stage:
+    def body(rank: int, stream: int) -> None:
+        sides[rank].apply_early(k, stream)  # type: ignore[union-attr]
+
+    work = External("callback", (bucket,), (*writes, bucket), body)
+    return Stage(f"OPTIMIZER_{k}", Stream.TRANS, (), work)
+
+
+def _statistics(running: Range, how: str) -> RangeOp:
     if how == "mean":
         return range_op.mean_all_reduce(running, strategy="avg")
     return range_op.broadcast(running)
