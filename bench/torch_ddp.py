@@ -159,6 +159,7 @@ def common_of(arguments: argparse.Namespace, model: str, processes: int) -> dict
         "settings": {
             "device": arguments.device,
             "loopback_only": True,
+            "graph_mixing": False,
             **{name: getattr(fields, name) for name in named},
         },
     }

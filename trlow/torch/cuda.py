@@ -21,7 +21,7 @@ from trlow.torch.rows import Table, alike, rows
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 GATHER = "gather_rows"
-BESIDE_BLOCKS = 32  # of a gather that has the rest of the backward beside it
+BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class CudaSide:
         assert self._fused is not None
         with self._on(handle) as stream:
             if not torch.cuda.is_current_stream_capturing():
-                stream.wait_event(self._computed)  # the program orders nothing in the warm-up
+                stream.wait_event(self._computed)  # the warm-up has no other order than these two
                 stream.wait_event(self._gathered)
             self.member.hand_over(bucket)
             last = bucket == len(self.member.buckets) - 1

@@ -60,7 +60,13 @@ def step_program(
                 ops += tuple(tail)
             stages.append(Stage(f"COMM_{k}", Stream.UPDATE, ops))
             if early:
-                stages.append(_early(sides, k, bucket, (weights[k], masters[k])))
+                counts = weights[:1] if k else ()  # the step of bucket 0 counts it for all of them
+                work = external(
+                    _early(sides, k), (bucket, *counts), (weights[k], bucket, masters[k])
+                )
+                # With nothing beside it the last one stays on the stream of its all-reduce.
+                stream = Stream.TRANS if k < number - 1 else Stream.UPDATE
+                stages.append(Stage(f"OPTIMIZER_{k}", stream, (), work))
     if not last:
         stages.append(Stage("LOSS", Stream.UPDATE, tuple(tail)))
     elif not early:
@@ -81,14 +87,11 @@ def _gather(sides: Sequence[CudaSide | HostSide], k: int, bucket: Range) -> Stag
     return Stage(f"GATHER_{k}", Stream.COMP_2, (), External("callback", (), (bucket,), body))
 
 
-def _early(
-    sides: Sequence[CudaSide | HostSide], k: int, bucket: Range, writes: tuple[Range, ...]
-) -> Stage:
+def _early(sides: Sequence[CudaSide | HostSide], k: int) -> Callable[[int, int], None]:
     def body(rank: int, stream: int) -> None:
         sides[rank].apply_early(k, stream)  # type: ignore[union-attr]
 
-    work = External("callback", (bucket,), (*writes, bucket), body)
-    return Stage(f"OPTIMIZER_{k}", Stream.TRANS, (), work)
+    return body
 
 
 def _statistics(running: Range, how: str) -> RangeOp:
