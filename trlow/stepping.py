@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -97,7 +98,7 @@ class Stepper:
         self._before = before
         self._result = result
         self._slots: list[Slot] = []
-        self._results: deque[Result] = deque()
+        self._results: deque[weakref.ref[Result]] = deque()  # nobody may want most of them
         self._pinned: Pinned | None = None
         self._entry: Entry = SimpleQueue()
         self._launched = [0] * self._size  # steps, by rank; each writes its own
@@ -141,13 +142,13 @@ class Stepper:
         step = self.next_step
         result = Result(self, step)
         if self._result is not None:
-            if len(self._results) == RESULTS:
-                oldest = self._results.popleft()
-                oldest.values()
-            self._results.append(result)
-        self._entry.put(
-            (step, which, payload)
-        )  # to rank 0, which tells the others: one step or none
+            if len(self._results) == RESULTS:  # the slot of the oldest is about to be written
+                oldest = self._results.popleft()()
+                if oldest is not None:
+                    oldest.values()
+            self._results.append(weakref.ref(result))
+        # To rank 0, which tells the others: one step or none.
+        self._entry.put((step, which, payload))
         self.next_step = step + 1
         # The first launch proves that the run has the runtime: whoever calls it now is refused.
         self._await_launch(step + 1 if opening else step + 1 - RUN_AHEAD)
@@ -211,7 +212,7 @@ class Stepper:
             thread.join(POLL_S)  # the run's own deadline ends it
         self._thread = None
         if self._error is None and self._pinned is not None:
-            for result in self._results:
+            for result in filter(None, [known() for known in self._results]):
                 result.values()
             self._results.clear()
         self._check_error()

@@ -53,7 +53,9 @@ class CudaSide:
             self._computed, self._gathered = torch.cuda.Event(), torch.cuda.Event()
             self._copied = [torch.cuda.Event() for _ in range(RUN_AHEAD)]
         # Where the graph reads its inputs. Their strides are those of the example, without gaps.
-        self._targets = [(each.data_ptr(), each.nbytes) for each in member.inputs]
+        self._targets = [
+            (each.data_ptr(), each.nbytes, each.device, each.stride()) for each in member.inputs
+        ]
         self._staging = [
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
@@ -170,20 +172,19 @@ class CudaSide:
         A tensor on this GPU that lies as the graph's input does is copied by one call of CUDA;
         torch's own copy, in a context of its own, costs the host five times as much.
         """
-        member, mine = self.member, payload.shards[rank.index]
-        cudart, stream = self._platform.cudart, rank.streams[Stream.UPDATE]
-        if payload.rates is not None or not all(map(self._lies_like, mine, member.inputs)):
+        mine, targets = payload.shards[rank.index], self._targets
+        if payload.rates is not None or any(
+            source.device != device or source.stride() != stride
+            for source, (_, _, device, stride) in zip(mine, targets, strict=True)
+        ):
             self._slowly(rank, step, payload)
             return
-        event = payload.ready.get(member.device)
+        cudart, stream = self._platform.cudart, rank.streams[Stream.UPDATE]
+        event = payload.ready.get(self.member.device)
         if event is not None:
             cudart.cudaStreamWaitEvent(stream, event.cuda_event, 0)
-        for source, (target, nbytes) in zip(mine, self._targets, strict=True):
-            pointer = source.data_ptr()
-            cudart.cudaMemcpyAsync(target, pointer, nbytes, DEVICE_TO_DEVICE, stream)
-
-    def _lies_like(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        return source.device == target.device and source.stride() == target.stride()
+        for source, (target, nbytes, _, _) in zip(mine, targets, strict=True):
+            cudart.cudaMemcpyAsync(target, source.data_ptr(), nbytes, DEVICE_TO_DEVICE, stream)
 
     def _slowly(self, rank: Rank, step: int, payload: Payload) -> None:
         """Whatever torch can copy. What comes from the host goes through a buffer of its own.

@@ -28,10 +28,14 @@ class Ready:
         self, parts: list[list[torch.Tensor]], step: int
     ) -> dict[torch.device, torch.cuda.Event]:
         """One event for each GPU that holds part of the batch, on its current stream."""
-        events = {}
-        for device in {tensor.device for part in parts for tensor in part if tensor.is_cuda}:
-            if device not in self._rings:
-                self._rings[device] = [torch.cuda.Event() for _ in range(2 * RUN_AHEAD)]
-            event = events[device] = self._rings[device][step % (2 * RUN_AHEAD)]
-            event.record(torch.cuda.current_stream(device))
+        events: dict[torch.device, torch.cuda.Event] = {}
+        for part in parts:
+            for tensor in part:
+                device = tensor.device
+                if device in events or not tensor.is_cuda:
+                    continue
+                if device not in self._rings:
+                    self._rings[device] = [torch.cuda.Event() for _ in range(2 * RUN_AHEAD)]
+                event = events[device] = self._rings[device][step % (2 * RUN_AHEAD)]
+                event.record(torch.cuda.current_stream(device))
         return events
