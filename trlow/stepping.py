@@ -102,7 +102,7 @@ class Stepper:
         self._pinned: Pinned | None = None
         self._entry: Entry = SimpleQueue()
         self._launched = [0] * self._size  # steps, by rank; each writes its own
-        self._waiting = False  # the caller, for a launch: whoever launches then tells it
+        self._wanted = 0  # launches that the caller waits for: the last rank to get there tells it
         self._told: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -169,7 +169,9 @@ class Stepper:
         """Until every rank has launched ``steps`` steps. The run's own deadline bounds it."""
         if min(self._launched) >= steps:
             return
-        self._waiting = True  # before the next look, so that no launch is missed
+        while not self._told.empty():  # two ranks may both have been the last
+            self._told.get_nowait()
+        self._wanted = steps  # before the next look, so that no launch is missed
         try:
             while min(self._launched) < steps:
                 try:
@@ -177,7 +179,7 @@ class Stepper:
                 except Empty:
                     self._check()
         finally:
-            self._waiting = False
+            self._wanted = 0
 
     def _check(self) -> None:
         """Raise what has ended the run."""
@@ -275,7 +277,7 @@ class Stepper:
                 for call in self._slots[step % RESULTS].take:
                     call()
             self._launched[rank.index] = step + 1
-            if self._waiting:
+            if 0 < self._wanted <= min(self._launched):
                 self._told.put(None)
             steps += 1
         mine[0].drain(steps)
