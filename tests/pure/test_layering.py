@@ -61,7 +61,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("trace",),
     ("task",),
     ("measure",),
-    ("torch.buckets", "torch.batches", "torch.work", "torch.rows"),
+    ("torch.buckets", "torch.batches", "torch.work", "torch.rows", "torch.loss"),
     ("torch.fused",),
     ("torch.update", "torch.payload", "torch.views", "torch.blame"),
     ("torch.member",),

@@ -9,7 +9,8 @@ reduced beside the rest of the backward, and a step is one graph launch for each
     cuda, host                                     how it gets onto streams
 """
 
-from trlow.torch.parallel import Loss, StaticDataParallel
+from trlow.torch.loss import Loss
+from trlow.torch.parallel import StaticDataParallel
 from trlow.torch.views import tensor_of
 
 __all__ = ["Loss", "StaticDataParallel", "tensor_of"]

@@ -13,12 +13,13 @@ from trlow.errors import TrlowError, UsageError
 from trlow.joint import persist
 from trlow.runtime import Runtime
 from trlow.settings import Settings
-from trlow.stepping import Result, Stepper
+from trlow.stepping import Stepper
 from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
 from trlow.torch.buckets import DTYPES, cut, make_plan
 from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
+from trlow.torch.loss import Loss
 from trlow.torch.measure import may_update_early, readiness
 from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
@@ -36,22 +37,6 @@ if TYPE_CHECKING:
 AUTOCASTS = (None, torch.bfloat16, torch.float16)
 WIRES = (None, torch.bfloat16, torch.float16)
 BUCKET_NBYTES = 25 << 20
-
-
-class Loss:
-    """The loss of one step, averaged over the ranks. Reading it waits for that step."""
-
-    def __init__(self, result: Result, world_size: int) -> None:
-        self._result, self._world_size = result, world_size
-
-    def item(self) -> float:
-        """The value. Raises what the step has come to, if it failed."""
-        return float(self._result.values()[0]) / self._world_size
-
-    __float__ = item
-
-    def __repr__(self) -> str:
-        return f"Loss(step {self._result.step})"
 
 
 class StaticDataParallel:
