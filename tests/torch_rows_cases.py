@@ -157,6 +157,18 @@ def test_what_is_not_covered_is_left_to_torch(bench, optimizer):
     assert not covered(found, mine)
 
 
+def test_hooks_and_unequal_steps_are_left_to_torch(bench):
+    mine = parameters(bench.device)
+    optimizer = made(OPTIMIZERS["AdamW"], mine, bench.device)
+    assert covered(optimizer, mine)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert not covered(optimizer, mine)
+    handle.remove()
+    assert covered(optimizer, mine)
+    optimizer.state[mine[1]]["step"].fill_(7)
+    assert not covered(optimizer, mine)
+
+
 def test_parameters_of_another_dtype_or_layout_are_left_to_torch(bench):
     mine = parameters(bench.device, 1)
     optimizer = made(OPTIMIZERS["AdamW"], mine, bench.device)

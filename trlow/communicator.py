@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trlow.errors import ForeignError, SettingsError, TrlowError, UsageError
+from trlow.ranks import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trlow.device import Platform
+    from trlow.ranks import Job
 
 # ncclRedOp_t of nccl.h; "premulsum" is made per communicator, see _premulsum
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
@@ -63,21 +66,19 @@ class Communicators:
         self.handles = self._make() if given is None else list(given)
         self._reductions: dict[tuple[int, int, int], int] = {}  # (rank, dtype, factor's address)
         self._windows: dict[int, int] = {}  # rank -> ncclWindow_t
-        self._doomed: list[int] = []  # handles that are being aborted
         self._abort_lock = threading.Lock()
-        self._abort_errors: list[TrlowError] = []
+        self._aborts: list[Job] = []
         # They wait from now on: where the interpreter ends, Python 3.12 starts no thread any more.
-        self._end = threading.Event()
-        self._aborters = [
-            threading.Thread(
-                target=self._abort, args=(rank,), name=f"trlow-abort-{rank}", daemon=True
-            )
-            for rank in range(len(self.handles))
-        ]
-        if self._given:
-            self._check_given()
-        for aborter in self._aborters:
-            aborter.start()
+        self._aborters: list[Worker] = []
+        weakref.finalize(self, _dismiss, self._aborters).atexit = False
+        try:
+            if self._given:
+                self._check_given()
+            for rank in range(len(self.handles)):
+                self._aborters.append(Worker(f"trlow-abort-{rank}"))
+        except BaseException:
+            self.close()
+            raise
 
     def _make(self) -> list[int]:
         devices = self.devices
@@ -215,7 +216,7 @@ class Communicators:
     def aborting(self) -> bool:
         """Whether ``start_abort`` was called; nothing else may be done with them then."""
         with self._abort_lock:
-            return bool(self._doomed)
+            return bool(self._aborts)
 
     def start_abort(self) -> None:
         """Abort every rank on threads of their own at once, so that spinning kernels exit. No wait.
@@ -227,18 +228,12 @@ class Communicators:
                 return
             self._reductions.clear()  # both go with their communicators
             self._windows.clear()
-            self._doomed, self.handles = self.handles, []
-            self._end.set()
-
-    def _abort(self, rank: int) -> None:
-        """Of one rank, if it comes to that; ``close`` ends the wait as well."""
-        self._end.wait()
-        if not self._doomed:
-            return
-        try:
-            self._nccl.ncclCommAbort(self._doomed[rank])
-        except TrlowError as error:
-            self._abort_errors.append(error)
+            handles, self.handles = self.handles, []
+            self._aborts = [
+                aborter.submit(partial(self._nccl.ncclCommAbort, handle))
+                for aborter, handle in zip(self._aborters, handles, strict=True)
+            ]
+        _dismiss(self._aborters)
 
     def join_abort(self, timeout_s: float) -> TrlowError | None:
         """Wait for the aborts. They return only when every graph that captured them is destroyed.
@@ -246,19 +241,23 @@ class Communicators:
         Returns what went wrong, or None.
         """
         deadline = time.monotonic() + timeout_s
-        threads = self._aborters if self.aborting else []
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        late = [thread.name for thread in threads if thread.is_alive()]
+        with self._abort_lock:
+            jobs = list(self._aborts)
+        for job in jobs:
+            job.wait(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, job in enumerate(jobs) if not job.done]
         if late:
-            return TrlowError(f"ncclCommAbort did not return within {timeout_s:g} s: {late}")
-        return self._abort_errors[0] if self._abort_errors else None
+            return TrlowError(f"ncclCommAbort of ranks {late} took longer than {timeout_s:g} s")
+        errors = [job.error for job in jobs if job.error is not None]
+        if not errors or isinstance(errors[0], TrlowError):
+            return errors[0] if errors else None  # type: ignore[return-value]
+        return TrlowError(f"ncclCommAbort: {errors[0]!r}")
 
     def close(self) -> None:
         """Windows, reductions, own communicators; every graph that captured them must be gone."""
         with self._abort_lock:
             handles, self.handles = self.handles, []
-            self._end.set()
+        _dismiss(self._aborters)
         windows, self._windows = self._windows, {}
         reductions, self._reductions = self._reductions, {}
         releases = [
@@ -283,3 +282,9 @@ class Communicators:
                 first = first or error.with_rank(rank, self.devices[rank])
         if first is not None:
             raise first
+
+
+def _dismiss(aborters: Sequence[Worker]) -> None:
+    """Let them end, behind what they were given."""
+    for aborter in aborters:
+        aborter.stop(0.0)

@@ -20,7 +20,7 @@ from trlow.binding import nccl as nccl_binding
 from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
 from trlow.interop import NON_BLOCKING, StreamHandle, check_lent
 from trlow.kernel_cache import KernelCache
-from trlow.settings import variables_in_effect
+from trlow.settings import set_variables, variables_in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -125,10 +125,13 @@ class Platform:
         return self._nccl
 
     def _load_nccl(self) -> Library:
+        missing: dict[str, str] = {}  # all of it is asked for before any of it is set
         if self._settings.loopback_only:
-            loopback.confine()
+            missing |= loopback.missing()
         if not self._settings.graph_mixing:
-            nccl_variables.demand("graph_mixing", "True", {"NCCL_GRAPH_MIXING_SUPPORT": ("0",)})
+            wanted = {"NCCL_GRAPH_MIXING_SUPPORT": ("0",)}
+            missing |= nccl_variables.missing_for("graph_mixing", "True", wanted)
+        set_variables(missing)
         library = nccl_binding.load(self._settings.nccl_library, variables=variables_in_effect())
         nccl_variables.note_first_use()
         return library

@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trlow.errors import SettingsError
-from trlow.nccl_variables import demand, in_effect, remedy
+from trlow.nccl_variables import in_effect, missing_for, remedy
 
 IFF_LOOPBACK = 0x8  # linux/if.h
 FIELD = ("loopback_only", "False")
 
 
-def confine() -> None:
-    """Set the variables, before NCCL's first use. Raises ``SettingsError`` where they cannot be."""
+def missing() -> dict[str, str]:
+    """What has to be set before NCCL's first use. Raises ``SettingsError`` where it cannot be."""
     have = in_effect()
     if "NCCL_COMM_ID" in have:
         raise SettingsError(
             f"NCCL_COMM_ID={have['NCCL_COMM_ID']!r} makes NCCL listen on that address, but "
             f"loopback_only is set; unset it, {remedy(*FIELD)}"
         )
-    demand(*FIELD, _variables(_interface()))
+    return missing_for(*FIELD, _variables(_interface()))
 
 
 def _variables(interface: str) -> Mapping[str, tuple[str, ...]]:

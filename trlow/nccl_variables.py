@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trlow.errors import SettingsError
-from trlow.settings import set_variables, variables_in_effect
+from trlow.settings import variables_in_effect
 
 _at_first_use: dict[str, str] | None = None  # the variables that this process's NCCL has read
 
 
 def in_effect() -> dict[str, str]:
-    """What NCCL has read in this process, or would read now."""
-    return variables_in_effect() if _at_first_use is None else _at_first_use
+    """What NCCL has read in this process, or would read now; an empty one counts as unset."""
+    have = variables_in_effect() if _at_first_use is None else _at_first_use
+    return {name: value for name, value in have.items() if value}
 
 
-def demand(field: str, other: str, wanted: Mapping[str, tuple[str, ...]]) -> None:
-    """Set variables for a field of Settings: each with the values that will do, the best one first.
+def missing_for(field: str, other: str, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """What has to be set for a field of Settings.
 
-    ``other`` is a value with which the field asks for nothing. Raises ``SettingsError`` where the
-    user set one otherwise, or NCCL was used in this process without them.
+    ``wanted`` has for each variable the values that will do, the best one first; ``other`` is a
+    value with which the field asks for nothing. Raises ``SettingsError`` where the user set one
+    otherwise, or NCCL was used in this process without them.
     """
     have, instead = in_effect(), remedy(field, other)
     for name, accepted in wanted.items():
@@ -38,7 +40,7 @@ def demand(field: str, other: str, wanted: Mapping[str, tuple[str, ...]]) -> Non
             f"{field} comes too late: NCCL was used in this process without it, and reads "
             f"{', '.join(missing)} only once; set it in the process's first Settings, {instead}"
         )
-    set_variables(missing)
+    return missing
 
 
 def remedy(field: str, other: str) -> str:

@@ -143,9 +143,10 @@ class Stepper:
         result = Result(self, step)
         if self._result is not None:
             if len(self._results) == RESULTS:  # the slot of the oldest is about to be written
-                oldest = self._results.popleft()()
+                oldest = self._results[0]()
                 if oldest is not None:
                     oldest.values()
+                self._results.popleft()  # only now: a Ctrl-C comes while it is waited for
             self._results.append(weakref.ref(result))
         # To rank 0, which tells the others: one step or none.
         self._entry.put((step, which, payload))
@@ -157,6 +158,10 @@ class Stepper:
     def read(self, step: int) -> NDArray[Any]:
         """The result of ``step``, which is at most ``RESULTS`` back; waits for it."""
         self._await_launch(step + 1)
+        if not self._slots:
+            raise UsageError(
+                f"the result of step {step} was not read before the runtime was closed"
+            )
         slot = self._slots[step % RESULTS]
         pause = FIRST_LOOK_S
         while self._query(slot.event):

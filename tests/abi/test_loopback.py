@@ -126,7 +126,7 @@ def test_what_the_user_has_set_otherwise_is_an_error_that_names_it(monkeypatch, 
     monkeypatch.setattr(nccl_variables, "_at_first_use", None)
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError) as caught:
-        loopback.confine()
+        loopback.missing()
     for words in (f"{name}={value!r}", "unset it", "loopback_only=False", "TRLOW_LOOPBACK_ONLY=0"):
         assert words in str(caught.value)
     assert not (set(SET) - {name}) & set(os.environ)  # nothing is set where one cannot be
@@ -148,6 +148,24 @@ def test_graph_mixing_too_late_or_set_otherwise_is_an_error(have):
     for words in ("NCCL_GRAPH_MIXING_SUPPORT", "graph_mixing=True (TRLOW_GRAPH_MIXING=1)"):
         assert words in done.stdout
     assert ("comes too late" in done.stdout) == (not have)
+
+
+def test_where_one_cannot_be_set_the_other_is_not():
+    code = """
+    try:
+        use(loopback_only=True, graph_mixing=False)
+    except SettingsError as error:
+        print("refused")
+    show()
+    """
+    done = run(code, NCCL_GRAPH_MIXING_SUPPORT="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["refused", "NCCL_GRAPH_MIXING_SUPPORT=1"]
+
+
+def test_an_empty_variable_counts_as_unset():
+    _, variables = seen(run("use(graph_mixing=False); show()", NCCL_GRAPH_MIXING_SUPPORT=""))
+    assert variables == {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 
 
 def test_the_library_leaves_graph_mixing_as_it_is():

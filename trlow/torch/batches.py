@@ -52,8 +52,10 @@ class BatchShape:
             raise UsageError("the example batch has no tensor")
         self.leaves = tuple(leaves)
         # Most batches are one tuple of tensors, which a look tells; pytree takes 20 us for it.
-        plain = isinstance(example, (tuple, list)) and len(example) == len(leaves)
-        self._plain = type(example) if plain and type(example) in {tuple, list} else None
+        plain = type(example) in {tuple, list} and all(
+            isinstance(each, torch.Tensor) for each in example
+        )
+        self._plain = type(example) if plain else None
 
     def cut(self, batch: Any) -> list[list[torch.Tensor]]:
         """The tensors of each rank, as views of ``batch``."""

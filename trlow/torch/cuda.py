@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trlow.errors import UsageError
 from trlow.program import Stream
 from trlow.replay import RUN_AHEAD
-from trlow.torch.fused import KERNELS, FusedStep, covers
+from trlow.torch.fused import KERNELS, FusedStep, counts_one_step, covers
 from trlow.torch.rows import Table, alike, rows
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
@@ -106,8 +107,8 @@ class CudaSide:
     def gather(self, bucket: int, handle: int) -> None:
         """The gradients of one bucket, behind its event and beside the rest of the backward.
 
-        They stay referenced until the next forward, so no other tensor of this step gets their
-        memory although this stream still reads it.
+        Their memory is the forward's stream's, on which a capture allocates nothing behind COMPUTE,
+        so no other tensor of this step gets it although this stream still reads it.
         """
         with self._on(handle) as stream:
             stream.wait_event(self._ready[bucket])
@@ -140,6 +141,14 @@ class CudaSide:
         if not covers(optimizer, {p: grad for bucket in buckets for p, grad in bucket.items()}):
             return None
         return FusedStep(self._kernels, optimizer, buckets)
+
+    def check_history(self, state: dict[str, Any]) -> None:
+        """Raise ``UsageError`` for an optimizer state that the captured step cannot go on with."""
+        if self._fused is not None and not counts_one_step(state["state"].values()):
+            raise UsageError(
+                "this state counts unequal steps for its parameters, and the kernel of the step "
+                "takes one number; make the optimizer without fused=True"
+            )
 
     def _take(self, handle: int) -> None:
         """The step of every bucket."""
@@ -174,7 +183,7 @@ class CudaSide:
         """
         mine, targets = payload.shards[rank.index], self._targets
         if payload.rates is not None or any(
-            source.device != device or source.stride() != stride
+            source.device != device or source.stride() != stride or source.is_conj()
             for source, (_, _, device, stride) in zip(mine, targets, strict=True)
         ):
             self._slowly(rank, step, payload)

@@ -6,6 +6,7 @@ another order. What is not covered here (see ``covers``) is left to torch's own 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from trlow.torch.rows import Table, alike, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from trlow.kernel import Kernels
 
@@ -36,17 +37,19 @@ def covers(
 ) -> bool:
     """Whether this is Adam, AdamW, or SGD with momentum, fused, in float32 and plain.
 
-    Plain: no amsgrad, maximize, dampening, and numbers where numbers may be tensors. ``gradients``
-    are where each parameter's will be.
+    Plain: no amsgrad, maximize, dampening, no tensors where betas and decay may be such, nothing
+    that its ``step`` calls besides, equally many steps so far. ``gradients`` are where each
+    parameter's will be.
     """
     kernel = kernel_of(optimizer)
-    if kernel is None:
+    if kernel is None or _is_hooked(optimizer):
         return False
     for group in optimizer.param_groups:
         odd = ("amsgrad", "maximize", "differentiable", "dampening")
         if not group["fused"] or any(group.get(name) for name in odd):
             return False
-        if any(isinstance(number, torch.Tensor) for number in group.get("betas", ())):
+        numbers = (*group.get("betas", ()), group["weight_decay"])
+        if any(isinstance(number, torch.Tensor) for number in numbers):
             return False
         if kernel == MOMENTUM and not group["momentum"]:
             return False
@@ -58,7 +61,25 @@ def covers(
                 return False
             if parameter.dtype is not torch.float32:
                 return False
-    return True
+    return counts_one_step(optimizer.state.values())
+
+
+def counts_one_step(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether all parameters have taken equally many steps: a kernel is told one number."""
+    steps = [torch.as_tensor(state["step"]).flatten() for state in states if "step" in state]
+    return not steps or len(torch.cat(steps).unique()) == 1
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of it is more than its own: hooks, or another function in its place."""
+    torchs = sys.modules[torch.optim.Optimizer.__module__]
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torchs._global_optimizer_pre_hooks,
+        torchs._global_optimizer_post_hooks,
+    )
+    return any(map(len, hooks)) or "step" in vars(optimizer)
 
 
 class FusedStep:
@@ -108,11 +129,11 @@ class FusedStep:
             numbers = [*group["betas"], group["eps"], *((0, decay) if decoupled else (decay, 0))]
             steps = [state[each]["step"] for each in parameters]
             self._steps += steps
-            more = [steps[0].data_ptr()]
+            more = [steps[0].data_ptr()]  # all are equal
         else:
             numbers, more = [group["momentum"], decay, float(group["nesterov"])], []
         held = torch.tensor(numbers, dtype=torch.float64, device=device)
-        bases = [0] * (2 + len(STATES[name]))
+        bases = [0] * (2 + len(STATES[name]))  # the table holds addresses
         words = [group["lr"].data_ptr(), *more, held.data_ptr(), table.address, table.entries]
         self._kept += [table, held, group["lr"], pieces]
         return [*bases, *words], table.entries

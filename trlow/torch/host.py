@@ -94,6 +94,9 @@ class HostSide:
         self._todo.append(load)
         self._enqueue(rank.streams[Stream.UPDATE], self._next)
 
+    def check_history(self, state: dict[str, Any]) -> None:
+        """Torch itself takes the step, from any state."""
+
     def settle(self) -> None:
         """Nothing is left to do after a capture."""
 

@@ -262,6 +262,8 @@ class StaticDataParallel:
         """Copy an optimizer's state to every rank; after ``compile``, which makes it."""
         self._ready()
         self.synchronize()
+        for side in self._sides:
+            side.check_history(state)
         self._each(lambda member: member.update.put(state))
         self._rates.set([float(group["lr"]) for group in state["param_groups"]])
 

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 ROW_NBYTES = 16 << 10
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether equal places in memory are equal elements: one dtype, dense, the same strides."""
+    """Whether equal bytes at equal places are equal elements: dense, of one dtype and strides."""
     first = tensors[0]
     return all(
         each.dtype is first.dtype
         and each.shape == first.shape
         and each.stride() == first.stride()
         and each.device == first.device
+        and not each.is_conj()
+        and not each.is_neg()
         for each in tensors
     ) and _dense(first)
 
@@ -39,7 +41,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def rows(groups: Sequence[Sequence[torch.Tensor]], unit: int) -> Iterator[list[int]]:
+def rows(groups: Iterable[Sequence[torch.Tensor]], unit: int) -> Iterator[list[int]]:
     """For each piece of each group of tensors that are ``alike``: their places, then how much.
 
     Addresses and extent count in ``unit`` bytes.

@@ -233,11 +233,23 @@ def test_leaving_without_close_is_quiet(name):
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_a_forgotten_close_is_a_resource_warning():
-    ending = "static.synchronize(); del static; import gc; gc.collect()"
+FORGOTTEN = """
+import gc, threading, time
+static.synchronize()
+del static
+gc.collect()
+began = time.monotonic()
+while threading.active_count() > 1 and time.monotonic() - began < 10:
+    time.sleep(0.01)
+print([thread.name for thread in threading.enumerate()])
+"""
+
+
+def test_a_forgotten_close_is_a_resource_warning_and_its_threads_end():
+    ending = FORGOTTEN
     flags = ("-W", "always::ResourceWarning")
     done = subprocess.run(command(ending, *flags), capture_output=True, text=True, timeout=40)
-    assert done.returncode == 0
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n")
     assert "ResourceWarning: a trlow Runtime was not closed" in done.stderr
 
 
