@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import torch
 from torch import nn
 
@@ -145,3 +149,17 @@ def assert_ranks_same(static):
     first, *others = (module.state_dict() for module in static.modules())
     for other in others:
         assert_same(first, other)
+
+
+def interrupted_code():
+    """Of plain torch after Ctrl-C: -SIGINT, or 1.
+
+    It is 1 where tabulate is installed: torch imports it as Python ends, which clears Python's note
+    of the interrupt.
+    """
+    text = "import torch, torch._dynamo; torch.compile(lambda x: x + 1, backend='eager')"
+    text += "(torch.ones(1)); raise KeyboardInterrupt"
+    command = [sys.executable, "-c", text]
+    code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    assert code in {-signal.SIGINT, 1}
+    return code

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")
+import torch_cases  # noqa: E402
+
 import trlow.torch  # noqa: E402
 from trlow.errors import CaptureError, RankError, TrlowError, UsageError  # noqa: E402
 
@@ -348,7 +350,7 @@ def test_a_caller_that_thinks_for_longer_than_the_deadline_is_no_failure(gpu_set
 
 PROCESS = """
 import sys
-sys.path[:0] = [{root!r}, {here!r}]
+sys.path[:0] = {paths!r}
 import torch, trlow
 from test_torch_failures import batch, made, works
 torch.set_num_threads(1)
@@ -371,20 +373,10 @@ forever(made(settings), False)
 """
 
 
-def plain_torchs_code():
-    """-SIGINT, or 1 where torch's own atexit imports tabulate, which clears Python's note of it."""
-    text = "import torch, torch._dynamo; torch.compile(lambda x: x + 1, backend='eager')"
-    text += "(torch.ones(1)); raise KeyboardInterrupt"
-    command = [sys.executable, "-c", text]
-    code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
-    assert code in {-signal.SIGINT, 1}
-    return code
-
-
 def test_ctrl_c_in_a_loop_of_steps_of_losses_and_uncaught(device):
     """One process and three signals: two are caught, and another one works; the third ends it."""
-    here = str(Path(__file__).parent)
-    text = PROCESS.format(root=ROOT, here=here, device=device, deadline=DEADLINE_S)
+    paths = [ROOT, str(Path(__file__).parent), str(Path(torch_cases.__file__).parent)]
+    text = PROCESS.format(paths=paths, device=device, deadline=DEADLINE_S)
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -411,5 +403,5 @@ def test_ctrl_c_in_a_loop_of_steps_of_losses_and_uncaught(device):
         process.kill()
         process.communicate()
     assert said == [*(["stepping\n", "interrupted\n", "works\n"] * 2), "stepping\n"], err
-    assert process.returncode == plain_torchs_code(), err
+    assert process.returncode == torch_cases.interrupted_code(), err
     assert re.search(r"^KeyboardInterrupt", err, re.MULTILINE)
