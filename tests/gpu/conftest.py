@@ -48,6 +48,18 @@ def gpu_settings(device):
     return settings
 
 
+@pytest.fixture
+def torch_threads(device):
+    """On the host device two ranks share two cores."""
+    import torch  # not every machine has it
+
+    before = torch.get_num_threads()
+    if device == "host":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # ------------------------------------------------------------------------------ the summary
 
 

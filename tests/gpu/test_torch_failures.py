@@ -21,19 +21,13 @@ import torch_cases  # noqa: E402
 import trlow.torch  # noqa: E402
 from trlow.errors import CaptureError, RankError, TrlowError, UsageError  # noqa: E402
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(90)]
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.timeout(90),
+    pytest.mark.usefixtures("torch_threads"),
+]
 ROOT = str(Path(trlow.__file__).parents[1])
 DEADLINE_S = 15.0
-
-
-@pytest.fixture(autouse=True)
-def threads(device):
-    """On the host device two ranks share two cores."""
-    before = torch.get_num_threads()
-    if device == "host":
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

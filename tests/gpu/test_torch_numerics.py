@@ -30,15 +30,12 @@ SAME = {"rtol": 1e-4, "atol": 1e-6}
 
 
 @pytest.fixture(autouse=True)
-def exact(device):
-    """No TF32; on the host device two ranks share two cores."""
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+def exact(torch_threads):
+    """No TF32."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    if device == "host":
-        torch.set_num_threads(1)
     yield
     torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------ what is trained

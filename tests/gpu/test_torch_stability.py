@@ -11,19 +11,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")
 import trlow.torch  # noqa: E402
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(100)]
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.timeout(100),
+    pytest.mark.usefixtures("torch_threads"),
+]
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.fixture(autouse=True)
-def threads(device):
-    """On the host device two ranks share two cores."""
-    before = torch.get_num_threads()
-    if device == "host":
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def convolutions():
