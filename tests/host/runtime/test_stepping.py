@@ -12,6 +12,7 @@ import pytest
 
 import trlow
 from trlow import range_op
+from trlow.errors import UsageError
 from trlow.stepping import RESULTS, Stepper
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,6 +70,30 @@ def test_results_that_nobody_read_are_kept_beyond_the_ring_and_the_end(stepper, 
     stepper.end()
     stepper.close()
     assert [result.values()[0] for result in results] == [10.0 * v for v in range(RESULTS + 30)]
+
+
+def test_a_result_that_was_not_read_before_the_end_of_everything_says_so(stepper, small):
+    result = stepper.step(payload(small, 3))
+    stepper.close()
+    with pytest.raises(UsageError, match="result of step 0 was not read"):
+        result.values()
+
+
+def test_results_are_read_again_in_order_where_one_wait_was_interrupted(
+    stepper, small, monkeypatch
+):
+    results = [stepper.step(payload(small, value)) for value in range(RESULTS)]
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stepper, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stepper.step(payload(small, RESULTS))
+    results += [stepper.step(payload(small, value)) for value in range(RESULTS, RESULTS + 9)]
+    stepper.end()
+    assert [result.values()[0] for result in results] == [10.0 * v for v in range(RESULTS + 9)]
 
 
 def test_a_caller_may_think_longer_than_the_deadline(runtime_with, small, program):

@@ -11,6 +11,7 @@ from torch import nn  # noqa: E402
 
 from trlow.errors import SettingsError, UsageError  # noqa: E402
 from trlow.torch import StaticDataParallel  # noqa: E402
+from trlow.torch.batches import BatchShape  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 BATCH = cases.batches(1)[0]
@@ -39,6 +40,13 @@ WRONG = {
     "a dict": ({"x": BATCH[0], "y": BATCH[1]}, "the batch is built like"),
     "a number": ((BATCH[0], 3), r"batch\[1\] is a int, no tensor"),
 }
+
+
+def test_a_nested_example_refuses_a_flat_batch_of_as_many_tensors():
+    nested = BatchShape([list(BATCH), ()], 2)
+    assert len(nested.cut([list(BATCH), ()])[0]) == 2
+    with pytest.raises(UsageError, match="the batch is built like"):
+        nested.cut(list(BATCH))
 
 
 @pytest.mark.parametrize("name", WRONG)
