@@ -68,6 +68,7 @@ class Static:
                 autocast=torch.bfloat16,
                 wire=torch.bfloat16 if variant.wire else None,
                 buckets=variant.buckets or None,
+                exchange="nccl" if variant.nccl else "auto",
                 **sizes,
             )
             hosts = [model.batches(rank, BATCHES) for rank in ranks]

@@ -28,7 +28,8 @@ WORDS = """words behind a side's name, each with an underscore before it:
   bucketsN   trlow with N buckets of equal size
   mibN       buckets of at most N MiB
   nobuffers  DDP without its broadcast of batch-norm statistics
-  window     trlow's arena is a symmetric NCCL window"""
+  window     trlow's arena is a symmetric NCCL window
+  nccl       trlow sums gradients by NCCL's all-reduce, not by copies"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Variant:
     mib: int = 0
     nobuffers: bool = False
     window: bool = False
+    nccl: bool = False
 
     @property
     def processes(self) -> int:
@@ -65,7 +67,8 @@ def variant_of(name: str) -> Variant:
     if base not in BASES:
         raise ValueError(f"{name}: a side begins with one of {', '.join(BASES)}")
     found = Variant(name, base)
-    flags = {"graph": "ddp", "nocomm": "trlow", "nobuffers": "ddp", "window": "trlow"}
+    trlows = dict.fromkeys(("nocomm", "window", "nccl"), "trlow")
+    flags = {"graph": "ddp", "nobuffers": "ddp", **trlows}
     for word in words:
         number = re.fullmatch(r"(cta|buckets|mib)([1-9]\d*)", word)
         if word in flags and base == flags[word]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ARRAYS = {"gather_rows": 2, "momentum_rows": 3, "adam_rows": 4}
+ARRAYS = {"gather_rows": 2, "momentum_rows": 4, "adam_rows": 5}
 SIZES = (64, 1, 257, 7, 1024, 33, 16, 515)
 
 

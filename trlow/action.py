@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trlow.errors import PlanError
 from trlow.plan import Range
 
-__all__ = ["Action", "Collective", "FeedCopy", "Launch", "RangeOp"]
+__all__ = ["Action", "Collective", "FeedCopy", "Launch", "PeerCopy", "RangeOp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,18 @@ class FeedCopy:
     range: Range
 
 
-Action = Launch | Collective | FeedCopy
+@dataclass(frozen=True, slots=True)
+class PeerCopy:
+    """Copy a range over one in the arena of the next rank; the last rank's goes to rank 0.
+
+    With one rank it does nothing.
+    """
+
+    range: Range  # there
+    source: Range  # here
+
+
+Action = Launch | Collective | FeedCopy | PeerCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,11 @@ class RangeOp:
                 self._check(touched, self.reads + self.writes, "declares")
                 continue
             self._check([action.range], self.writes, "declares as written")
-            if isinstance(action, Collective) and action.factor is not None:
-                self._check([action.factor], self.reads, "declares as read")
+            read = action.factor if isinstance(action, Collective) else None
+            if isinstance(action, PeerCopy):
+                read = action.source
+            if read is not None:
+                self._check([read], self.reads, "declares as read")
 
     def _check(self, touched: list[Range], declared: tuple[Range, ...], what: str) -> None:
         for one in touched:

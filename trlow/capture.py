@@ -9,15 +9,16 @@ raised with its rank, stage and op.
 from __future__ import annotations
 
 from collections import Counter
-from ctypes import byref, c_int, c_size_t, c_void_p
+from ctypes import byref, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_phase, enqueue_stage, groups_of, stage_failure
 from trlow.errors import CaptureError, ForeignError
-from trlow.nodes import INVALIDATED, NOT_CAPTURING, capture_status
+from trlow.memsets import replace_memsets
+from trlow.nodes import INVALIDATED, NOT_CAPTURING, capture_status, nodes_of
 from trlow.program import Stream
-from trlow.range_op import FeedCopy, Launch
+from trlow.range_op import FeedCopy, Launch, PeerCopy
 from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _capture_section(
             ) from error
         raise
     graphs.graphs[section.key] = graph.value or 0
+    replace_memsets(rank.platform, rank.kernels, graph.value or 0)
     graphs.nodes[section.key] = node_types(rank, graph.value or 0)
 
 
@@ -188,21 +190,12 @@ def _abandon(rank: Rank, stream: int) -> bool:
 
 def node_types(rank: Rank, graph: int) -> tuple[str, ...]:
     """The types of a graph's nodes, child graphs opened in place."""
-    cudart = rank.platform.cudart
-    count = c_size_t()
-    cudart.cudaGraphGetNodes(graph, None, byref(count))
-    if not count.value:
-        return ()
-    nodes = (c_void_p * count.value)()
-    cudart.cudaGraphGetNodes(graph, nodes, byref(count))
     found: list[str] = []
-    for node in nodes:
-        code = c_int()
-        cudart.cudaGraphNodeGetType(node, byref(code))
-        found.append(NODE_TYPES.get(code.value, f"type {code.value}"))
-        if code.value == CHILD_GRAPH:
+    for node, code in nodes_of(rank.platform, graph):
+        found.append(NODE_TYPES.get(code, f"type {code}"))
+        if code == CHILD_GRAPH:
             child = c_void_p()
-            cudart.cudaGraphChildGraphNodeGetGraph(node, byref(child))
+            rank.platform.cudart.cudaGraphChildGraphNodeGetGraph(node, byref(child))
             found.extend(node_types(rank, child.value or 0))
     return tuple(found)
 
@@ -258,11 +251,12 @@ def check_graphs(sections: Sequence[Section], captured: Sequence[Graphs]) -> Non
     What a callback enqueues is its own affair: compiled code may take other kernels on each device.
     Collectives are the same on all ranks in any case, since they are issued for all at once.
     """
+    copies = (FeedCopy, PeerCopy) if len(captured) > 1 else FeedCopy
     for section in sections:
         actions = [action for stage in section.stages for action in stage.actions]
         wanted = {
             "kernel": sum(isinstance(action, Launch) for action in actions),
-            "memcpy": sum(isinstance(action, FeedCopy) for action in actions),
+            "memcpy": sum(isinstance(action, copies) for action in actions),
         }
         name = section.stages[0].name if len(section.stages) == 1 else "the whole step"
         first = Counter(captured[0].nodes[section.key])

@@ -158,6 +158,12 @@ class Platform:
             self.cudart.cudaMemGetInfo(byref(free), byref(total))
         return free.value, total.value
 
+    def reaches(self, device: int, peer: int) -> bool:
+        """Whether ``device`` can write to the memory of ``peer``, as over NVLink."""
+        can = c_int()
+        self.cudart.cudaDeviceCanAccessPeer(byref(can), device, peer)
+        return bool(can.value)
+
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
         """Run the body with ``device`` current and give the caller's device back."""

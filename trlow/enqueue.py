@@ -16,7 +16,7 @@ from trlow.communicator import Call
 from trlow.errors import CaptureError, ForeignError, RankError, TrlowError
 from trlow.nodes import add_child, is_capturing
 from trlow.program import Stream
-from trlow.range_op import Collective, FeedCopy, Launch
+from trlow.range_op import Collective, FeedCopy, Launch, PeerCopy
 from trlow.ranks import PeerFailedError
 
 if TYPE_CHECKING:
@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from trlow.program import External, Program, Stage
     from trlow.ranks import Status
 
-HOST_TO_DEVICE = 1  # cudaMemcpyKind
+HOST_TO_DEVICE, BY_ADDRESS = 1, 4  # cudaMemcpyKind
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The rank that peer copies go to."""
+
+    device: int
+    base: int  # of its arena
 
 
 @dataclass(slots=True)
@@ -51,6 +59,7 @@ class Rank:
     watch: Watch | None = None  # beats around collectives, in captures
     tracer: Tracer | None = None  # stamps around stages, while a program is captured for a trace
     children: dict[External, int] = field(default_factory=dict)  # its graph, made executable
+    next: Neighbour | None = None  # none for a single rank
 
     def mark(self, name: str, stream: int) -> None:
         """Leave a beat at this place of a capture, if anybody watches."""
@@ -69,6 +78,21 @@ class Rank:
         self.platform.cudart.cudaMemcpyAsync(
             target, self.feed.source(action.slot), action.range.nbytes, HOST_TO_DEVICE, stream
         )
+
+    def copy_to_next(self, action: PeerCopy, stream: int) -> None:
+        """Enqueue a copy into the next rank's arena."""
+        if self.next is not None:
+            target, source = self.next.base + action.range.offset, self.arena.base
+            self.platform.cudart.cudaMemcpyAsync(
+                target, source + action.source.offset, action.source.nbytes, BY_ADDRESS, stream
+            )
+
+    def reach_next(self) -> None:
+        """Let this device write to the next rank's memory."""
+        if self.next is not None and self.next.device != self.device:
+            cudart = self.platform.cudart
+            if cudart.cudaDeviceEnablePeerAccess(self.next.device, 0):
+                cudart.cudaGetLastError()  # it was enabled: no error that others should come upon
 
     def record(self, key: object, stream: int) -> None:
         """Record the event named ``key``."""
@@ -191,6 +215,9 @@ def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> No
         elif isinstance(action, Launch):
             rank.status.op = action.kernel
             rank.launch(action, stream)
+        elif isinstance(action, PeerCopy):
+            rank.status.op = "copy to the next rank"
+            rank.copy_to_next(action, stream)
         else:
             rank.status.op = f"feed {action.slot}"
             rank.copy_feed(action, stream)

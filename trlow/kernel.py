@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from trlow.binding.driver import KernelNodeParams
 from trlow.errors import UsageError
 from trlow.kernel_image import image_of, source_folder
 
@@ -132,6 +133,21 @@ class Kernels:
             self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, stream, pointers, None
         )
         del storage  # the driver has copied the values when the call returns
+
+    def add_node(
+        self, name: str, values: Sequence[int], work: int, graph: int, before: Array[c_void_p]
+    ) -> int:
+        """Put a launch of ``name`` into ``graph`` behind the nodes ``before``; returns the node."""
+        storage, pointers = _pack(values)
+        grid, node = declarations()[name].grid(work), c_void_p()
+        launch = KernelNodeParams(
+            self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, pointers
+        )
+        self._platform.driver.cuGraphAddKernelNode_v2(
+            byref(node), graph, before, len(before), byref(launch)
+        )
+        del storage  # as below a launch
+        return node.value or 0
 
     def warm(self, name: str, address: int, stream: int) -> None:
         """Launch ``name`` with every extent 0: it touches nothing, and is no longer a first use."""

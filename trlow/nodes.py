@@ -95,6 +95,23 @@ def add_leaf(
     return place, leaf or 0
 
 
+def nodes_of(platform: Platform, graph: int) -> list[tuple[int, int]]:
+    """Every node of a graph with its cudaGraphNodeType."""
+    cudart = platform.cudart
+    count = c_size_t()
+    cudart.cudaGraphGetNodes(graph, None, byref(count))
+    if not count.value:
+        return []
+    nodes = (c_void_p * count.value)()
+    cudart.cudaGraphGetNodes(graph, nodes, byref(count))
+    found = []
+    for node in nodes:
+        code = c_int()
+        cudart.cudaGraphNodeGetType(node, byref(code))
+        found.append((node or 0, code.value))
+    return found
+
+
 def add_child(platform: Platform, stream: int, graph: int) -> None:
     """Put a copy of ``graph`` (cudaGraph_t) behind what ``stream`` has recorded so far."""
     place = place_of(platform, stream)

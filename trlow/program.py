@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from trlow.errors import PlanError
+from trlow.exchange import check_order
 from trlow.order import Access, Order
 from trlow.plan import Range
 from trlow.plan_text import short
@@ -146,6 +147,11 @@ class Stage:
         """Every range that an op or the external work writes, each once."""
         return self._declared("writes")
 
+    @property
+    def owners(self) -> tuple[RangeOp | External, ...]:
+        """What reads and writes, in order."""
+        return self.ops if self.external is None else (*self.ops, self.external)
+
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """The actions of all ops in order."""
@@ -185,8 +191,7 @@ class Stage:
         return tuple(tuple(group) for group in groups)
 
     def _declared(self, which: str) -> tuple[Range, ...]:
-        owners = (*self.ops, *([self.external] if self.external is not None else []))
-        return tuple(dict.fromkeys(r for owner in owners for r in getattr(owner, which)))
+        return tuple(dict.fromkeys(r for owner in self.owners for r in getattr(owner, which)))
 
 
 class Edge(NamedTuple):
@@ -228,6 +233,8 @@ class Program:
                     f"program {self.name!r}, phase {number}: two stages are named {twice[0]!r}; "
                     "rename one"
                 )
+            where = f"program {self.name!r}, phase {number}"
+            check_order(where, (each for stage in phase for each in stage.owners))
         object.__setattr__(self, "phases", kept)
 
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from trlow.action import Action, Collective, FeedCopy, Launch, RangeOp
+from trlow.action import Action, Collective, FeedCopy, Launch, PeerCopy, RangeOp
 from trlow.dtype import F32, I32
 from trlow.errors import PlanError
 from trlow.plan import Range
@@ -33,6 +33,7 @@ __all__ = [
     "Collective",
     "FeedCopy",
     "Launch",
+    "PeerCopy",
     "RangeOp",
     "accumulate_metrics",
     "bn_inference",

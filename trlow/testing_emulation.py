@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trlow.action import Collective, Launch, RangeOp
+from trlow.action import Collective, Launch, PeerCopy, RangeOp
 from trlow.dtype import BF16, F16, F32, U8, DType
 from trlow.plan import MemoryPlan, Range
 from trlow.program import Program
@@ -227,6 +227,21 @@ def _broadcast(op: RangeOp, states: Sequence[Bytes]) -> bool:
     return True
 
 
+def _add(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    r, other = op.reads
+    return _each(states, lambda s: store(s, r, load(s, r) + load(s, other)))
+
+
+def _send(op: RangeOp, states: Sequence[Bytes]) -> bool:
+    (copy,) = op.actions
+    if not isinstance(copy, PeerCopy):
+        raise TypeError(f"{op.kind} of {copy}")
+    sent = [read(state, copy.source).copy() for state in states]
+    for rank, state in enumerate(states) if len(states) > 1 else ():
+        read(state, copy.range)[:] = sent[rank - 1]
+    return True
+
+
 def _nan_check(op: RangeOp, states: Sequence[Bytes]) -> bool:
     *ranges, flag = op.reads
     for state in states:
@@ -300,6 +315,10 @@ _OPS: dict[str, Callable[[RangeOp, Sequence[Bytes]], bool]] = {
     "mean_all_reduce": _all_reduce,
     "bn_stats_all_reduce": _all_reduce,
     "broadcast": _broadcast,
+    "add": _add,
+    "send": _send,
+    "admit": lambda *_: True,
+    "receive": lambda *_: True,
     "nan_check": _nan_check,
     "accumulate_metrics": _accumulate,
     "update": _update,

@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_stage
-from trlow.program import Program, Stage
-from trlow.range_op import Collective, Launch, RangeOp
+from trlow.memsets import CLEAR
+from trlow.program import Program, Stage, Stream
+from trlow.range_op import Collective, Launch, PeerCopy, RangeOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +70,10 @@ def kept_ranges(plan: MemoryPlan, stages: Iterable[Stage], *, keep_all: bool) ->
 def warm_compute(rank: Rank, program: Program, *, keep_all: bool) -> None:
     """Part one on one rank: kernels loaded and launched with nothing to do, externals run."""
     stages = [stage for phase in program.phases for stage in phase]
-    rank.kernels.load(kernels_of(program))
+    rank.kernels.load((*kernels_of(program), CLEAR))
+    if any(isinstance(action, PeerCopy) for stage in stages for action in stage.actions):
+        rank.reach_next()
+    rank.kernels.warm(CLEAR, rank.arena.base, rank.streams[Stream.UPDATE])
     for stage in stages:
         rank.status.stage = stage.name
         for action in stage.actions:

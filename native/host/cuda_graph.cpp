@@ -13,11 +13,6 @@ static std::shared_ptr<Graph> find_graph(cudaGraph_t handle) {
     return find(state().graphs, handle);
 }
 
-static GraphNode* find_node(cudaGraphNode_t handle) {
-    auto* node = reinterpret_cast<GraphNode*>(handle);
-    return node != nullptr && node->magic == kNodeMagic ? node : nullptr;
-}
-
 static void adopt(std::shared_ptr<Graph> graph, cudaGraph_t* out) {
     *out = reinterpret_cast<cudaGraph_t>(graph.get());
     register_graph(graph);
@@ -159,19 +154,10 @@ static int add(cudaGraphNode_t* out, cudaGraph_t handle, const cudaGraphNode_t* 
                size_t count, const std::shared_ptr<const Work>& work) {
     const auto graph = find_graph(handle);
     if (out == nullptr || !graph || (after == nullptr && count > 0)) return kInvalidValue;
-    auto made = std::make_unique<GraphNode>();
-    for (std::size_t i = 0; i < count; ++i) {
-        const GraphNode* node = find_node(after[i]);
-        if (node == nullptr || node->graph != graph.get()) return kInvalidValue;
-        for (std::size_t at = 0; at < graph->nodes.size(); ++at) {
-            if (graph->nodes[at].get() == node) made->after.push_back(static_cast<int>(at));
-        }
-    }
-    made->work = work;
-    made->graph = graph.get();
-    *out = reinterpret_cast<cudaGraphNode_t>(made.get());
-    graph->nodes.push_back(std::move(made));
-    return 0;
+    GraphNode* made = nullptr;
+    const int code = add_node(*graph, reinterpret_cast<void* const*>(after), count, work, &made);
+    if (code == 0) *out = reinterpret_cast<cudaGraphNode_t>(made);
+    return code;
 }
 
 TRLOW_ENTRY(cudaGraphAddEmptyNode);

@@ -229,6 +229,25 @@ static bool fits(const unsigned* grid, const unsigned* block) {
            grid[2] >= 1 && grid[2] <= 65535 && threads >= 1 && threads <= 1024;
 }
 
+static int kernel_work(const Function& function, const Geometry& geometry, void** params,
+                       void** extra, std::shared_ptr<Work>* out) {
+    if (!fits(geometry.grid, geometry.block) || geometry.shared_nbytes > 48 << 10) {
+        return kInvalidValue;
+    }
+    if (extra != nullptr) return kNotSupported;
+    auto work = std::make_shared<Work>();
+    work->kind = Kind::kernel;
+    work->device = function.device;
+    work->kernel = function.kernel;
+    work->geometry = geometry;
+    const auto count = static_cast<std::size_t>(work->kernel->params);
+    if (params == nullptr && count > 0) return kInvalidValue;
+    work->params.resize(count);
+    for (std::size_t i = 0; i < count; ++i) std::memcpy(&work->params[i], params[i], 8);
+    *out = std::move(work);
+    return 0;
+}
+
 TRLOW_ENTRY(cuLaunchKernel);
 extern "C" CUresult cuLaunchKernel(CUfunction handle, unsigned int grid_x, unsigned int grid_y,
                                    unsigned int grid_z, unsigned int block_x,
@@ -244,18 +263,35 @@ extern "C" CUresult cuLaunchKernel(CUfunction handle, unsigned int grid_x, unsig
         function->device != stream->device) {
         return driver_result(kInvalidHandle);
     }
-    auto work = std::make_shared<Work>();
-    work->kind = Kind::kernel;
-    work->device = stream->device;
-    work->kernel = function->kernel;
-    work->geometry = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_nbytes, s.seed};
-    if (!fits(work->geometry.grid, work->geometry.block) || shared_nbytes > 48 << 10) {
+    const Geometry geometry = {
+        {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_nbytes, s.seed};
+    std::shared_ptr<Work> work;
+    const int code = kernel_work(*function, geometry, params, extra, &work);
+    return driver_result(code != 0 ? code : issue(*stream, std::move(work)));
+}
+
+TRLOW_ENTRY(cuGraphAddKernelNode_v2);
+extern "C" CUresult cuGraphAddKernelNode_v2(CUgraphNode* out, CUgraph handle,
+                                            const CUgraphNode* after, size_t count,
+                                            const CUDA_KERNEL_NODE_PARAMS_v2* given) {
+    TRLOW_DRIVER(cuGraphAddKernelNode_v2);
+    State& s = state();
+    const Lock lock(s.mutex);
+    const auto graph = find(s.graphs, handle);
+    if (!graph || out == nullptr || given == nullptr || (after == nullptr && count > 0)) {
         return driver_result(kInvalidValue);
     }
-    if (extra != nullptr) return driver_result(kNotSupported);
-    const auto count = static_cast<std::size_t>(work->kernel->params);
-    if (params == nullptr && count > 0) return driver_result(kInvalidValue);
-    work->params.resize(count);
-    for (std::size_t i = 0; i < count; ++i) std::memcpy(&work->params[i], params[i], 8);
-    return driver_result(issue(*stream, std::move(work)));
+    const auto function = find(s.functions, given->func);
+    if (!function) return driver_result(kInvalidHandle);
+    const Geometry geometry = {{given->gridDimX, given->gridDimY, given->gridDimZ},
+                               {given->blockDimX, given->blockDimY, given->blockDimZ},
+                               given->sharedMemBytes, s.seed};
+    std::shared_ptr<Work> work;
+    int code = kernel_work(*function, geometry, given->kernelParams, given->extra, &work);
+    GraphNode* made = nullptr;
+    if (code == 0) {
+        code = add_node(*graph, reinterpret_cast<void* const*>(after), count, work, &made);
+    }
+    if (code == 0) *out = reinterpret_cast<CUgraphNode>(made);
+    return driver_result(code);
 }

@@ -37,6 +37,23 @@ void register_graph(const std::shared_ptr<Graph>& graph) {
     }
 }
 
+int add_node(Graph& graph, void* const* after, std::size_t count,
+             const std::shared_ptr<const Work>& work, GraphNode** made) {
+    auto node = std::make_unique<GraphNode>();
+    for (std::size_t i = 0; i < count; ++i) {
+        const GraphNode* before = find_node(after[i]);
+        if (before == nullptr || before->graph != &graph) return kInvalidValue;
+        for (std::size_t at = 0; at < graph.nodes.size(); ++at) {
+            if (graph.nodes[at].get() == before) node->after.push_back(static_cast<int>(at));
+        }
+    }
+    node->work = work;
+    node->graph = &graph;
+    *made = node.get();
+    graph.nodes.push_back(std::move(node));
+    return 0;
+}
+
 void unregister_graph(const Graph& graph) {
     for (const auto& node : graph.nodes) {
         if (node->work->kind == Kind::child) unregister_graph(*node->work->child);

@@ -55,6 +55,12 @@ struct GraphNode {
     const Graph* graph = nullptr;
 };
 
+// The node that a handle stands for; null for anything else.
+inline GraphNode* find_node(void* handle) {
+    auto* node = static_cast<GraphNode*>(handle);
+    return node != nullptr && node->magic == kNodeMagic ? node : nullptr;
+}
+
 struct Graph {
     bool owned = false;  // the graph inside a child node: its parent destroys it
     std::vector<std::unique_ptr<GraphNode>> nodes;

@@ -148,6 +148,9 @@ int forbid_disturbing(int device);
 // graph.cpp ------------------------------------------------------------------------------------
 std::shared_ptr<Graph> clone(const Graph& graph);
 void register_graph(const std::shared_ptr<Graph>& graph);
+// Appends a node behind those in `after`, handles of nodes of this graph; 0 or an error.
+int add_node(Graph& graph, void* const* after, std::size_t count,
+             const std::shared_ptr<const Work>& work, GraphNode** made);
 void unregister_graph(const Graph& graph);
 std::shared_ptr<const Work> child_work(const Graph& graph);
 std::shared_ptr<Exec> instantiate(const Graph& graph);

@@ -28,6 +28,23 @@ TRLOW_BLOCK_KERNEL(gather_rows, u8* dst, const u8* src, const i64* table, i64 en
   }
 }
 
+// A gradient: one's own, and what a peer adds to it unless that is a null pointer.
+struct Gradient {
+  const f32 *own, *more;
+};
+
+TRLOW_INLINE f32 rows_gradient(Gradient g, i64 i) { return g.more ? g.own[i] + g.more[i] : g.own[i]; }
+
+TRLOW_INLINE Chunk rows_gradients(Gradient g, i64 quad) {
+  Chunk sum = ((const Chunk*)g.own)[quad];
+  if (g.more) {
+    const Chunk more = ((const Chunk*)g.more)[quad];
+    for (int j = 0; j < 4; ++j)
+      sum.word[j] = trlow_bits(trlow_float(sum.word[j]) + trlow_float(more.word[j]));
+  }
+  return sum;
+}
+
 // The formulas of torch.optim.SGD with momentum and without dampening: g += decay * w,
 // m = mu * m + g, w -= lr * (nesterov ? g + mu * m : m).
 struct Momentum {
@@ -41,20 +58,22 @@ TRLOW_INLINE void momentum_move(f32* w, f32* m, f32 g, Momentum by) {
   *w -= by.rate * (by.nesterov ? gradient + by.mu * moment : moment);
 }
 
-// An entry is {offsets in w, m and g, elements}; `numbers` are mu, decay, whether it is nesterov.
-TRLOW_BLOCK_KERNEL(momentum_rows, f32* w, f32* m, const f32* g, const f32* lr, const f64* numbers,
-                   const i64* table, i64 entries) {
+// An entry is {offsets in w, m, g and o, elements}; the gradient is g + o, or g where an offset from
+// a null o is 0. `numbers` are mu, decay, whether it is nesterov.
+TRLOW_BLOCK_KERNEL(momentum_rows, f32* w, f32* m, const f32* g, const f32* o, const f32* lr,
+                   const f64* numbers, const i64* table, i64 entries) {
   if (entries <= 0) return;
   const Momentum by = {*lr, (f32)numbers[0], (f32)numbers[1], numbers[2] != 0.0};
   TRLOW_EACH_ITEM(entry, entries) {
-    const i64* const at = table + 4 * entry;
+    const i64* const at = table + 5 * entry;
     f32 *const weight = w + at[0], *const moment = m + at[1];
-    const f32* const gradient = g + at[2];
-    const bool wide = rows_aligned(weight) && rows_aligned(moment) && rows_aligned(gradient);
-    const i64 quads = wide ? at[3] / 4 : 0;
+    const Gradient gradient = {g + at[2], o + at[3]};
+    const bool wide = rows_aligned(weight) && rows_aligned(moment) && rows_aligned(gradient.own) &&
+                      rows_aligned(gradient.more);
+    const i64 quads = wide ? at[4] / 4 : 0;
     TRLOW_EACH_LANE(i, quads) {
       Chunk a = ((Chunk*)weight)[i], b = ((Chunk*)moment)[i];
-      const Chunk c = ((const Chunk*)gradient)[i];
+      const Chunk c = rows_gradients(gradient, i);
       for (int j = 0; j < 4; ++j) {
         f32 one = trlow_float(a.word[j]), two = trlow_float(b.word[j]);
         momentum_move(&one, &two, trlow_float(c.word[j]), by);
@@ -64,8 +83,9 @@ TRLOW_BLOCK_KERNEL(momentum_rows, f32* w, f32* m, const f32* g, const f32* lr, c
       ((Chunk*)moment)[i] = b;
       ((Chunk*)weight)[i] = a;
     }
-    TRLOW_EACH_LANE(i, at[3] - 4 * quads) {
-      momentum_move(weight + 4 * quads + i, moment + 4 * quads + i, gradient[4 * quads + i], by);
+    TRLOW_EACH_LANE(i, at[4] - 4 * quads) {
+      const i64 j = 4 * quads + i;
+      momentum_move(weight + j, moment + j, rows_gradient(gradient, j), by);
     }
   }
 }
@@ -96,10 +116,10 @@ TRLOW_INLINE void adam_move(f32* w, f32* m, f32* v, f32 g, Adam by) {
   *w = weight - by.rate * moment / (trlow_sqrt(square) / by.root + by.epsilon);
 }
 
-// An entry is {offsets in w, m, v and g, elements}; `numbers` are beta1, beta2, epsilon, the coupled
-// and the decoupled decay; `steps` is t, this step included.
-TRLOW_BLOCK_KERNEL(adam_rows, f32* w, f32* m, f32* v, const f32* g, const f32* lr, const f32* steps,
-                   const f64* numbers, const i64* table, i64 entries) {
+// An entry is {offsets in w, m, v, g and o, elements}, as above; `numbers` are beta1, beta2, epsilon,
+// the coupled and the decoupled decay; `steps` is t, this step included.
+TRLOW_BLOCK_KERNEL(adam_rows, f32* w, f32* m, f32* v, const f32* g, const f32* o, const f32* lr,
+                   const f32* steps, const f64* numbers, const i64* table, i64 entries) {
   if (entries <= 0) return;
   const f64 beta1 = numbers[0], beta2 = numbers[1];
   const i64 step = (i64)*steps;
@@ -108,15 +128,15 @@ TRLOW_BLOCK_KERNEL(adam_rows, f32* w, f32* m, f32* v, const f32* g, const f32* l
   const Adam by = {(f32)(1.0 - beta1), (f32)beta2, (f32)(1.0 - beta2), (f32)numbers[2],
                    (f32)numbers[3], 1.0f - rate * (f32)numbers[4], rate / one, trlow_sqrt(two)};
   TRLOW_EACH_ITEM(entry, entries) {
-    const i64* const at = table + 5 * entry;
+    const i64* const at = table + 6 * entry;
     f32 *const weight = w + at[0], *const moment = m + at[1], *const square = v + at[2];
-    const f32* const gradient = g + at[3];
+    const Gradient gradient = {g + at[3], o + at[4]};
     const bool wide = rows_aligned(weight) && rows_aligned(moment) && rows_aligned(square) &&
-                      rows_aligned(gradient);
-    const i64 quads = wide ? at[4] / 4 : 0;
+                      rows_aligned(gradient.own) && rows_aligned(gradient.more);
+    const i64 quads = wide ? at[5] / 4 : 0;
     TRLOW_EACH_LANE(i, quads) {
       Chunk a = ((Chunk*)weight)[i], b = ((Chunk*)moment)[i], c = ((Chunk*)square)[i];
-      const Chunk d = ((const Chunk*)gradient)[i];
+      const Chunk d = rows_gradients(gradient, i);
       for (int j = 0; j < 4; ++j) {
         f32 x = trlow_float(a.word[j]), y = trlow_float(b.word[j]), z = trlow_float(c.word[j]);
         adam_move(&x, &y, &z, trlow_float(d.word[j]), by);
@@ -128,9 +148,9 @@ TRLOW_BLOCK_KERNEL(adam_rows, f32* w, f32* m, f32* v, const f32* g, const f32* l
       ((Chunk*)square)[i] = c;
       ((Chunk*)weight)[i] = a;
     }
-    TRLOW_EACH_LANE(i, at[4] - 4 * quads) {
+    TRLOW_EACH_LANE(i, at[5] - 4 * quads) {
       const i64 j = 4 * quads + i;
-      adam_move(weight + j, moment + j, square + j, gradient[j], by);
+      adam_move(weight + j, moment + j, square + j, rows_gradient(gradient, j), by);
     }
   }
 }

@@ -32,6 +32,21 @@ typedef struct CUgraphNode_st* CUgraphNode;
 typedef struct CUgraphEdgeData_st {
     unsigned char from_port, to_port, type, reserved[5];
 } CUgraphEdgeData;
+typedef struct CUkern_st* CUkernel;
+typedef struct CUDA_KERNEL_NODE_PARAMS_v2_st {
+    CUfunction func;
+    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    void** kernelParams;
+    void** extra;
+    CUkernel kern;
+    CUcontext ctx;
+} CUDA_KERNEL_NODE_PARAMS_v2;
+typedef struct CUDA_MEMSET_NODE_PARAMS_st {
+    CUdeviceptr dst;
+    size_t pitch;
+    unsigned int value, elementSize;
+    size_t width, height;
+} CUDA_MEMSET_NODE_PARAMS_v1;
 typedef uint64_t cuuint64_t;
 typedef enum cudaError_enum {
     CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2,
@@ -107,7 +122,18 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* numBlocks, CUfunction 
 CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY,
     unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
     unsigned int sharedMemBytes, CUstream hStream, void** kernelParams, void** extra);
+CUresult cuGraphAddKernelNode_v2(CUgraphNode* phGraphNode, CUgraph hGraph,
+    const CUgraphNode* dependencies, size_t numDependencies,
+    const CUDA_KERNEL_NODE_PARAMS_v2* nodeParams);
+CUresult cuGraphMemsetNodeGetParams(CUgraphNode hNode, CUDA_MEMSET_NODE_PARAMS_v1* nodeParams);
+CUresult cuGraphDestroyNode(CUgraphNode hNode);
 #if CUDA_VERSION >= 12030
+CUresult cuGraphNodeGetDependencies_v2(CUgraphNode hNode, CUgraphNode* dependencies,
+    CUgraphEdgeData* edgeData, size_t* numDependencies);
+CUresult cuGraphNodeGetDependentNodes_v2(CUgraphNode hNode, CUgraphNode* dependentNodes,
+    CUgraphEdgeData* edgeData, size_t* numDependentNodes);
+CUresult cuGraphAddDependencies_v2(CUgraph hGraph, const CUgraphNode* from, const CUgraphNode* to,
+    const CUgraphEdgeData* edgeData, size_t numDependencies);
 CUresult cuStreamGetCaptureInfo_v3(CUstream hStream, CUstreamCaptureStatus* captureStatus_out,
     cuuint64_t* id_out, CUgraph* graph_out, const CUgraphNode** dependencies_out,
     const CUgraphEdgeData** edgeData_out, size_t* numDependencies_out);
@@ -127,6 +153,44 @@ class GraphEdgeData(ctypes.Structure):
         ("reserved", ctypes.c_ubyte * 5),
     )
 
+
+class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2: a launch as a node; a null context is the current one."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("gridDimX", ctypes.c_uint),
+        ("gridDimY", ctypes.c_uint),
+        ("gridDimZ", ctypes.c_uint),
+        ("blockDimX", ctypes.c_uint),
+        ("blockDimY", ctypes.c_uint),
+        ("blockDimZ", ctypes.c_uint),
+        ("sharedMemBytes", ctypes.c_uint),
+        ("kernelParams", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.POINTER(ctypes.c_void_p)),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    )
+
+
+class MemsetNodeParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS_v1; `pitch` counts only for several rows."""
+
+    _fields_ = (
+        ("dst", ctypes.c_ulonglong),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("elementSize", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+_STRUCTURES = {
+    "CUgraphEdgeData": GraphEdgeData,
+    "CUDA_KERNEL_NODE_PARAMS_v2": KernelNodeParams,
+    "CUDA_MEMSET_NODE_PARAMS_v1": MemsetNodeParams,
+}
 
 CUresult = read_enum(TYPES, "CUresult")
 CUfunction_attribute = read_enum(TYPES, "CUfunction_attribute")
@@ -160,7 +224,7 @@ _UNKNOWN_CODE = frozenset({CUresult.CUDA_ERROR_INVALID_VALUE})
 INTERFACE = Interface(
     title="CUDA driver",
     short="cuda",
-    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {"CUgraphEdgeData": GraphEdgeData})),
+    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, _STRUCTURES)),
     status="CUresult",
     failure=_failure,
     version_function="cuDriverGetVersion",

@@ -135,15 +135,23 @@ def master(name: str) -> str:
     return f"H:{name}"
 
 
+def inbox(name: str) -> str:
+    """The tensor of the plan that a peer's gradient is copied to, if peers copy."""
+    return f"P:{name}"
+
+
 def make_plan(
     parameters: Sequence[Parameter],
     buckets: Sequence[Bucket],
     statistics: Mapping[str, int],
     wire: DType | None,
+    *,
+    copies: bool = False,
 ) -> MemoryPlan:
     """Weights, gradients, running statistics (name -> elements) and the loss of every rank.
 
-    With ``wire`` float32 gradients are reduced in that dtype and widened afterwards.
+    With ``wire`` float32 gradients are reduced in that dtype and widened afterwards. With
+    ``copies`` there is a second place for each gradient as it is reduced.
     """
     known = {parameter.name: parameter for parameter in parameters}
     regions, specs = [], []
@@ -152,22 +160,28 @@ def make_plan(
         regions += [
             Region(f"W_BUCKET_{k}", bucket.dtype, "parameters", persistent=True),
             Region(f"G_BUCKET_{k}", reduced, "their gradients, reduced in place"),
+            Region(f"P_BUCKET_{k}", reduced, "the peer's gradients"),
             Region(f"H_BUCKET_{k}", bucket.dtype, "their gradients as the optimizer reads them"),
         ]
         specs.append(BucketSpec(f"COMM_{k}", f"G_BUCKET_{k}", f"G_BUCKET_{k}"))
-    order = {"W": 0, "G": 1, "H": 2}
+    order = {"W": 0, "G": 1, "P": 2, "H": 3}
     regions.sort(key=lambda region: order[region.name[0]])  # stable: a kind is one byte range
     regions.append(Region("B_STATISTICS", F32, "running batch-norm statistics", persistent=True))
     regions.append(Region("R_LOSS", F32, "the loss of this batch"))
+    regions.append(Region("S_TOKEN", F32, "what ranks reduce to wait for each other"))
     builder = PlanBuilder(RegionTable("module", tuple(regions), tuple(specs)))
     for k, bucket in enumerate(buckets):
         for name in bucket.names:
             shape = (known[name].count,)
             builder.add(f"W_BUCKET_{k}", weight(name), shape)
             builder.add(f"G_BUCKET_{k}", gradient(name), shape)
+            if copies:
+                builder.add(f"P_BUCKET_{k}", inbox(name), shape)
             if wire is not None and bucket.dtype is F32:
                 builder.add(f"H_BUCKET_{k}", master(name), shape)
     for name, count in statistics.items():
         builder.add("B_STATISTICS", name, (count,))
     builder.add("R_LOSS", "loss", (1,))
+    if copies:
+        builder.add("S_TOKEN", "token", (1,))
     return builder.build()

@@ -61,9 +61,12 @@ class CudaSide:
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
         self._tables: list[Table] = []  # of gathers; those of a capture are filled behind it
-        self._fused = self._fused_step()
-        # Clipping and a loss scale need all gradients before the first weight changes.
+        # Clipping and a loss scale need all gradients, summed, before the first weight changes.
         scales = member.work.clip_norm is not None or member.work.autocast is torch.float16
+        # Whether the step itself adds the peer's gradients to what it reads.
+        self.adds = not scales and not member.widens
+        self._fused = self._fused_step()
+        self.adds = self.adds and self._fused is not None
         self.early = early and self._fused is not None and not scales
         member.on_bucket = self._mark
 
@@ -140,7 +143,7 @@ class CudaSide:
         buckets = [member.gradients(k) for k in range(len(member.buckets))]
         if not covers(optimizer, {p: grad for bucket in buckets for p, grad in bucket.items()}):
             return None
-        return FusedStep(self._kernels, optimizer, buckets)
+        return FusedStep(self._kernels, optimizer, buckets, member.inboxes if self.adds else None)
 
     def check_history(self, state: dict[str, Any]) -> None:
         """Raise ``UsageError`` for an optimizer state that the captured step cannot go on with."""
@@ -163,16 +166,15 @@ class CudaSide:
             stream.wait_event(self._gathered)
             self.member.apply(None if self._fused is None else lambda: self._take(handle))
 
-    def apply_early(self, bucket: int, handle: int) -> None:
-        """The optimizer step of one bucket, beside the backward and what it reduces later."""
+    def apply_early(self, bucket: int, handle: int, *, beside: bool) -> None:
+        """The optimizer step of one bucket, ``beside`` the backward or behind it."""
         assert self._fused is not None
         with self._on(handle) as stream:
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(self._computed)  # the warm-up has no other order than these two
                 stream.wait_event(self._gathered)
             self.member.hand_over(bucket)
-            last = bucket == len(self.member.buckets) - 1
-            self._fused(bucket, handle, None if last else EARLY_BLOCKS)
+            self._fused(bucket, handle, EARLY_BLOCKS if beside else None)
             self.member.clear(bucket)
 
     def before(self, rank: Rank, step: int, payload: Payload) -> None:

@@ -93,8 +93,13 @@ class FusedStep:
         kernels: Kernels,
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Mapping[torch.Tensor, torch.Tensor]],
+        inboxes: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Of an optimizer that is covered, whose kernel is loaded; parameters to gradients."""
+        """Of an optimizer that is covered, whose kernel is loaded; parameters to gradients.
+
+        Where a parameter has an inbox the step takes the sum of its gradient and that.
+        """
+        self._inboxes = inboxes or {}
         name = kernel_of(optimizer)
         assert name is not None
         self._kernels, self._name = kernels, name
@@ -118,8 +123,8 @@ class FusedStep:
     ) -> tuple[list[int], int]:
         name, device = self._name, parameters[0].device
         pieces = [
-            (each, *(state[each][key] for key in STATES[name]), gradients[each])
-            for each in parameters
+            (*own, gradients[own[0]], self._inboxes.get(own[0]))
+            for own in ((each, *(state[each][key] for key in STATES[name])) for each in parameters)
         ]
         table = Table(device, rows(pieces, parameters[0].element_size()))
         table.fill()
@@ -133,7 +138,7 @@ class FusedStep:
         else:
             numbers, more = [group["momentum"], decay, float(group["nesterov"])], []
         held = torch.tensor(numbers, dtype=torch.float64, device=device)
-        bases = [0] * (2 + len(STATES[name]))  # the table holds addresses
+        bases = [0] * (3 + len(STATES[name]))  # the table holds addresses
         words = [group["lr"].data_ptr(), *more, held.data_ptr(), table.address, table.entries]
         self._kept += [table, held, group["lr"], pieces]
         return [*bases, *words], table.entries

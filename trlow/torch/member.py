@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from trlow.errors import UsageError
-from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, master, weight
+from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, inbox, master, weight
 from trlow.torch.update import Update
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ class Member:
         self.probing = False  # a parameter becomes NaN when its gradient is ready
         self.buckets: tuple[Bucket, ...] = ()
         self.inputs: list[torch.Tensor] = []
+        self.widens = False  # gradients are reduced in another dtype than the optimizer's
         self._waiting: list[int] = []
         self._bucket_of: dict[str, int] = {}
         self._reduced: list[list[torch.Tensor]] = []  # by bucket: views that are reduced
         self._grads: list[list[torch.Tensor]] = []  # by bucket: views that the optimizer reads
+        self.inboxes: dict[torch.Tensor, torch.Tensor] = {}  # of the peer's gradients
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_telling(weakref.ref(self), name))
             for name, parameter in self.trainable.items()
@@ -95,11 +97,13 @@ class Member:
         view: Callable[[str], torch.Tensor],
         buckets: tuple[Bucket, ...],
         wire: DType | None,
+        *,
+        copies: bool,
     ) -> None:
         """Move into the arena; ``view(name)`` is a tensor of the plan, flat."""
         self.buckets = buckets
         self._bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
-        widened = wire is not None
+        self.widens = wire is not None
         self._reduced, self._grads = [], []
         for bucket in buckets:
             mine = [self.trainable[name] for name in bucket.names]
@@ -111,9 +115,11 @@ class Member:
             self._reduced.append(reduced)
             self._grads.append(
                 [_like(view(master(n)), p) for n, p in zip(bucket.names, mine, strict=True)]
-                if widened and bucket.dtype is DTYPES[torch.float32]
+                if self.widens and bucket.dtype is DTYPES[torch.float32]
                 else reduced
             )
+        if copies:
+            self.inboxes = {p: _like(view(inbox(name)), p) for name, p in self.trainable.items()}
         for name, (part, key, buffer) in self._statistics().items():
             place = view(name).view(buffer.shape)
             place.copy_(buffer)
@@ -127,7 +133,7 @@ class Member:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
         for part, key, buffer in self._statistics().values():
             part._buffers[key] = buffer.clone()
-        self._reduced, self._grads, self.inputs = [], [], []
+        self._reduced, self._grads, self.inputs, self.inboxes = [], [], [], {}
         self.loss = torch.empty(0)
         self.update.forget()
 

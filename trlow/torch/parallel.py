@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,10 +24,11 @@ from trlow.torch.loss import Loss
 from trlow.torch.measure import may_update_early, readiness
 from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
+from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
 from trlow.torch.stages import STATISTICS, step_program
 from trlow.torch.views import tensor_of
-from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Work
+from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Work, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from trlow.enqueue import Rank
     from trlow.replay import Replay
 
-AUTOCASTS = (None, torch.bfloat16, torch.float16)
 WIRES = (None, torch.bfloat16, torch.float16)
 BUCKET_NBYTES = 25 << 20
 
@@ -61,6 +62,7 @@ class StaticDataParallel:
         accumulate: int = 1,
         clip_norm: float | None = None,
         statistics: str = "mean",
+        exchange: str = "auto",
     ) -> None:
         """Build a module and an optimizer for each rank; all get rank 0's weights.
 
@@ -71,22 +73,20 @@ class StaticDataParallel:
         the dtype in which float32 gradients are reduced. Every ``accumulate``-th step updates, with
         gradients averaged over those steps. ``clip_norm`` is the largest global norm of a gradient.
         ``statistics`` says what becomes of running batch-norm statistics: "mean" over ranks after
-        each batch, or those of "rank0". Raises ``UsageError``, ``SettingsError``, ``LibraryError``.
+        each batch, or those of "rank0". ``exchange`` says how gradients are summed: "nccl" by its
+        all-reduce, "copy" by copy engines and the optimizer's kernel (two ranks; a second place for
+        every gradient), "auto" so on two GPUs that reach each other. Raises ``UsageError``,
+        ``SettingsError``, ``LibraryError``.
         """
         self.settings = settings or Settings()
-        _check_choice("autocast", autocast, AUTOCASTS)
-        _check_choice("wire", wire, WIRES)
-        _check_choice("statistics", statistics, STATISTICS)
-        if type(accumulate) is not int or accumulate < 1:
-            raise UsageError(f"accumulate must be an int of at least 1, not {accumulate!r}")
-        norm: object = clip_norm
-        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
-            raise UsageError(f"clip_norm must be a number above 0, not {clip_norm!r}")
+        check_choice("wire", wire, WIRES)
+        check_choice("statistics", statistics, STATISTICS)
         self._platform = Platform.open(self.settings)
         devices = self.settings.devices(self._platform.device_count())
         kind = "cpu" if self._platform.name == "host" else "cuda"
         self.world_size = len(devices)
         work = Work(factory, loss_fn, optimizer, autocast, accumulate, clip_norm, self.world_size)
+        self._copies = ranks_copy(exchange, self._platform, devices, self.settings.arena)
         self._members = [
             Member(rank, torch.device(kind, 0 if kind == "cpu" else device), work)
             for rank, device in enumerate(devices)
@@ -105,6 +105,11 @@ class StaticDataParallel:
         self._events = Ready()
         self._steps = 0
         self._closed = False
+
+    @property
+    def exchange(self) -> str:
+        """How gradients are summed over ranks: "nccl" or "copy"."""
+        return "copy" if self._copies else "nccl"
 
     # -- compile
 
@@ -146,14 +151,16 @@ class StaticDataParallel:
             torch.cuda.empty_cache()  # the graphs have a pool of their own
         ready = {parameter.name: parameter for parameter in members[0].parameters()}
         buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
-        plan = make_plan(tuple(ready.values()), buckets, members[0].statistics(), self._wire)
+        given = tuple(ready.values()), buckets, members[0].statistics(), self._wire
+        plan = make_plan(*given, copies=self._copies)
         runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
         on_host = self._platform.name == "host"
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
-            member.adopt(lambda name: tensor_of(rank.arena, name), buckets, self._wire)
+            views = partial(tensor_of, rank.arena)
+            member.adopt(views, buckets, self._wire, copies=self._copies)
             if on_host:
                 return HostSide(rank, member, shape)
             return CudaSide(rank, member, shape, early=early)
@@ -335,11 +342,6 @@ class StaticDataParallel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
 def _copy(value: Any) -> Any:

@@ -41,16 +41,17 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def rows(groups: Iterable[Sequence[torch.Tensor]], unit: int) -> Iterator[list[int]]:
+def rows(groups: Iterable[Sequence[torch.Tensor | None]], unit: int) -> Iterator[list[int]]:
     """For each piece of each group of tensors that are ``alike``: their places, then how much.
 
-    Addresses and extent count in ``unit`` bytes.
+    Addresses and extent count in ``unit`` bytes; the place of a tensor that is not there is 0.
     """
     for tensors in groups:
-        addresses, nbytes = [each.data_ptr() for each in tensors], tensors[0].nbytes
+        nbytes = next(each.nbytes for each in tensors if each is not None)
         for start in range(0, nbytes, ROW_NBYTES):
+            places = (0 if each is None else each.data_ptr() + start for each in tensors)
             extent = min(ROW_NBYTES, nbytes - start)
-            yield [*((address + start) // unit for address in addresses), extent // unit]
+            yield [*(place // unit for place in places), extent // unit]
 
 
 class Table:

@@ -5,6 +5,8 @@ backward. The program does not see that order, so it derives none, and the bucke
 while the backward goes on. Where weights may change early the step of a bucket's parameters comes
 right behind its all-reduce, and COMPUTE does not say that it reads them. Everything else is derived
 from byte ranges as always.
+
+Where ranks copy, a bucket is sent instead, and whoever reads it adds what has been received.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trlow import range_op
+from trlow.exchange import add, admit, receive, send
 from trlow.program import External, Program, Stage, Stream
 
 if TYPE_CHECKING:
@@ -23,27 +26,31 @@ if TYPE_CHECKING:
     from trlow.torch.cuda import CudaSide
     from trlow.torch.host import HostSide
 
+MEETING_NBYTES = 128 << 20  # of gradients, for which ranks that copy meet before the end
 STATISTICS = ("mean", "rank0")  # what ranks do with running batch-norm statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What the stages of a step read and write; the first three by bucket."""
+    """What the stages of a step read and write; the first four by bucket."""
 
     weights: tuple[Range, ...]
     gradients: tuple[Range, ...]
+    inboxes: tuple[Range, ...]  # the peer's gradients; empty unless ranks copy
     masters: tuple[Range, ...]  # gradients as the optimizer reads them, if they travel otherwise
     loss: Range
     running: Range
+    token: Range  # empty unless ranks copy
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> Ranges:
         """Those of a module's plan."""
         numbers = range(len(plan.table.buckets))
-        weights, gradients, masters = (
-            tuple(plan.range(f"{kind}_BUCKET_{k}") for k in numbers) for kind in "WGH"
+        weights, gradients, inboxes, masters = (
+            tuple(plan.range(f"{kind}_BUCKET_{k}") for k in numbers) for kind in "WGPH"
         )
-        return cls(weights, gradients, masters, plan.range("R_LOSS"), plan.range("B_STATISTICS"))
+        loss, running, token = map(plan.range, ("R_LOSS", "B_STATISTICS", "S_TOKEN"))
+        return cls(weights, gradients, inboxes, masters, loss, running, token)
 
 
 def step_program(
@@ -52,24 +59,61 @@ def step_program(
     """One step; without ``last`` it only adds its gradients and tells its loss."""
     ranges, early = Ranges.of(plan), sides[0].early
     stages = [_compute(sides, ranges)]
+    if last and ranges.token.nbytes:
+        admission = admit(ranges.token, *ranges.inboxes)
+        stages.insert(0, Stage("ADMIT", Stream.UPDATE, (admission,)))
     tail = [range_op.sum_all_reduce(ranges.loss)]
     if last and ranges.running.nbytes:
         tail.append(_statistics(ranges.running, statistics))
-    for k, bucket in enumerate(ranges.gradients):
-        if sides[0].overlaps:
-            stages.append(_gather(sides, k, bucket))
-        if last:
-            ops: tuple[RangeOp, ...] = (range_op.sum_all_reduce(bucket),)
-            if k == len(ranges.gradients) - 1:  # loss and statistics in one group with the last one
-                ops += tuple(tail)
-            stages.append(Stage(f"COMM_{k}", Stream.UPDATE, ops))
-            if early:
-                stages.append(_update_early(sides, k, ranges))
+    for group in _groups(ranges, early=early):
+        at_end = group[-1] == len(ranges.gradients) - 1
+        for k in group:
+            if sides[0].overlaps:
+                stages.append(_gather(sides, k, ranges.gradients[k]))
+            if last and k != group[-1]:
+                send_alone = (send(ranges.inboxes[k], ranges.gradients[k]),)
+                stages.append(Stage(f"COMM_{k}", Stream.UPDATE, send_alone))
+        if last:  # loss and statistics are in one group of NCCL with the last one
+            ops = _reduce(ranges, group, tail if at_end else (), adds=not sides[0].adds)
+            stages.append(Stage(f"COMM_{group[-1]}", Stream.UPDATE, ops))
+        if last and early:
+            stages += [_update_early(sides, k, ranges, beside=not at_end) for k in group]
     if not last:
         stages.append(Stage("LOSS", Stream.UPDATE, tuple(tail)))
     elif not early:
         stages.append(_update(sides, ranges))
     return Program.single("step" if last else "micro-step", tuple(stages))
+
+
+def _groups(ranges: Ranges, *, early: bool) -> list[list[int]]:
+    """Buckets that are complete at the same time; each for itself if NCCL sums them.
+
+    Where ranks copy they have to meet, in a kernel of NCCL. That costs the kernels beside it more
+    than a small update that is early gains.
+    """
+    if not ranges.token.nbytes:
+        return [[k] for k in range(len(ranges.gradients))]
+    groups: list[list[int]] = [[]]
+    nbytes = 0
+    for k, bucket in enumerate(ranges.gradients):
+        groups[-1].append(k)
+        nbytes += bucket.nbytes
+        if early and nbytes >= MEETING_NBYTES and k < len(ranges.gradients) - 1:
+            groups.append([])
+            nbytes = 0
+    return groups
+
+
+def _reduce(
+    ranges: Ranges, group: Sequence[int], more: Sequence[RangeOp], *, adds: bool
+) -> tuple[RangeOp, ...]:
+    """The last bucket of a group, and with it all of them complete; ``more`` goes along."""
+    bucket, inbox = ranges.gradients[group[-1]], ranges.inboxes[group[-1]]
+    if not inbox.nbytes:
+        return (range_op.sum_all_reduce(bucket), *more)
+    arrived = receive(ranges.token, *(ranges.inboxes[k] for k in group))
+    sums = [add(ranges.gradients[k], ranges.inboxes[k]) for k in group] if adds else []
+    return (send(inbox, bucket), arrived, *more, *sums)
 
 
 def _compute(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
@@ -90,17 +134,19 @@ def _gather(sides: Sequence[CudaSide | HostSide], k: int, bucket: Range) -> Stag
     return Stage(f"GATHER_{k}", Stream.COMP_2, (), External("callback", (), (bucket,), body))
 
 
-def _update_early(sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges) -> Stage:
+def _update_early(
+    sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges, *, beside: bool
+) -> Stage:
     def body(rank: int, stream: int) -> None:
-        sides[rank].apply_early(k, stream)  # type: ignore[union-attr]
+        sides[rank].apply_early(k, stream, beside=beside)  # type: ignore[union-attr]
 
-    bucket = ranges.gradients[k]
+    bucket, inbox = ranges.gradients[k], ranges.inboxes[k]
     counts = ranges.weights[:1] if k else ()  # the step of bucket 0 counts it for all of them
     writes = (ranges.weights[k], bucket, ranges.masters[k])
     # With nothing beside it the last one stays on the stream of its all-reduce.
-    stream = Stream.TRANS if k < len(ranges.gradients) - 1 else Stream.UPDATE
+    stream = Stream.TRANS if beside else Stream.UPDATE
     return Stage(
-        f"OPTIMIZER_{k}", stream, (), External("callback", (bucket, *counts), writes, body)
+        f"OPTIMIZER_{k}", stream, (), External("callback", (bucket, inbox, *counts), writes, body)
     )
 
 
@@ -109,7 +155,7 @@ def _update(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
         sides[rank].apply(stream)
 
     writes = (*ranges.weights, *ranges.gradients, *ranges.masters)  # clipping is in place
-    work = External("callback", ranges.gradients, writes, body)
+    work = External("callback", (*ranges.gradients, *ranges.inboxes), writes, body)
     return Stage("OPTIMIZER", Stream.UPDATE, (), work)
 
 

@@ -17,15 +17,16 @@ class Side:
 
     overlaps = True
 
-    def __init__(self, early):
-        self.early = early
+    def __init__(self, early, adds):
+        self.early, self.adds = early, adds
 
 
-def program(buckets, *, early, last=True):
+def program(buckets, *, early, last=True, copies=False, adds=True):
     names = [f"p{k}" for k in range(buckets)]
     parameters = [Parameter(name, 1000, F32) for name in names]
-    plan = make_plan(parameters, [Bucket((name,), F32) for name in names], {"mean": 8}, None)
-    return step_program(plan, [Side(early)] * 2, "mean", last=last)
+    cut = [Bucket((name,), F32) for name in names]
+    plan = make_plan(parameters, cut, {"mean": 8}, None, copies=copies)
+    return step_program(plan, [Side(early, adds)] * 2, "mean", last=last)
 
 
 def before(found):
@@ -51,6 +52,38 @@ def test_early_updates_come_behind_their_bucket_and_bucket_0_and_beside_everythi
         assert k == 0 or "OPTIMIZER_0" in mine  # it counts the step
         assert ("COMPUTE" in mine) is (k == 3)  # which the loss comes with
     assert not {f"OPTIMIZER_{k}" for k in range(4)} & found["COMM_3"]
+
+
+def test_copies_are_admitted_beside_the_forward_and_behind_every_update_of_the_step_before():
+    found = program(3, early=True, copies=True)
+    ordered = before(found)
+    assert "ADMIT" not in ordered["COMPUTE"] | ordered["GATHER_0"]
+    assert all("ADMIT" in ordered[f"COMM_{k}"] for k in range(3))
+    (stages,) = found.phases
+    names = [stage.name for stage in stages]
+    assert names[0] == "ADMIT"
+    hazards = {
+        (names[edge.src[1]], names[edge.dst[1]]) for edge in found.hazards() if edge.distance == 1
+    }
+    assert {(f"OPTIMIZER_{k}", "ADMIT") for k in range(3)} <= hazards
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_copied_bucket_is_added_by_the_optimizer_or_behind_its_exchange(early):
+    for adds in (True, False):
+        (stages,) = program(2, early=early, copies=True, adds=adds).phases
+        kinds = {s.name: [op.kind for op in s.ops] for s in stages}
+        sums = [] if adds else ["add"]
+        assert kinds["COMM_0"] == ["send"]
+        tail = ["sum_all_reduce", "mean_all_reduce"]
+        assert kinds["COMM_1"] == ["send", "receive", *tail, *sums, *sums]
+        readers = [s for s in stages if s.name.startswith("OPTIMIZER")]
+        assert sum(r.first.startswith("P_") for s in readers for r in s.external.reads) == 2
+
+
+def test_a_micro_step_copies_nothing():
+    (stages,) = program(2, early=True, last=False, copies=True).phases
+    assert [s.name for s in stages] == ["COMPUTE", "GATHER_0", "GATHER_1", "LOSS"]
 
 
 def test_updates_at_the_end_come_behind_everything():
