@@ -43,8 +43,14 @@ class Bench:
         stack.callback(self.kernels.close)
         self.kernels.load(("gather_rows", *KERNELS))
         self.stream = self.streams["rows"]
+        self.tables = []
         if device == "cuda":
             stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self.stream)))
+
+    def table(self, found):
+        self.tables.append(Table(self.device, found))
+        self.tables[-1].fill()
+        return self.tables[-1]
 
     def wait(self):
         self.streams.synchronize()
@@ -100,7 +106,7 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
     optimizer = made(OPTIMIZERS[name], mine, bench.device)
     reference = made(OPTIMIZERS[name], other, bench.device)
     assert covered(optimizer, mine)
-    step = FusedStep(bench.kernels, optimizer, [gradients_of(mine)])
+    step = FusedStep(bench.kernels, optimizer, bench.table)
     generator = torch.Generator().manual_seed(5)
     for number in range(20):
         state = generator.get_state()
@@ -109,7 +115,7 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
         set_gradients(other, generator)
         for each in (optimizer, reference):
             each.param_groups[0]["lr"].fill_(0.1 / (1 + number))
-        step(0, bench.stream)
+        step(gradients_of(mine), bench.stream, counts=True)
         bench.wait()
         reference.step()
     bench.wait()
@@ -120,6 +126,33 @@ def test_an_optimizer_in_rows_is_torchs(bench, name):
             torch.testing.assert_close(optimizer.state[one][key], value, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("shift", [0, 1, 4])
+@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov"])
+def test_a_step_with_inboxes_is_one_with_the_sum(bench, name, shift):
+    """To the last bit: the sum is rounded as in a kernel of its own. Some have no inbox."""
+    mine, other = parameters(bench.device), parameters(bench.device)
+    optimizer = made(OPTIMIZERS[name], mine, bench.device)
+    reference = made(OPTIMIZERS[name], other, bench.device)
+    generator, inboxes = torch.Generator().manual_seed(5), {}
+    set_gradients(mine, generator)
+    for one, two in zip(mine, other, strict=True):
+        two.grad.copy_(one.grad)
+        if one is not mine[2]:
+            arena = torch.empty(one.numel() + 8, device=bench.device)
+            inboxes[one] = arena.as_strided(one.shape, one.stride(), shift)
+            inboxes[one].copy_(torch.randn(one.shape, generator=generator))
+            two.grad += inboxes[one]
+    step = FusedStep(bench.kernels, optimizer, bench.table, inboxes)
+    step(gradients_of(mine), bench.stream, counts=True)
+    plain = FusedStep(bench.kernels, reference, bench.table)
+    plain(gradients_of(other), bench.stream, counts=True)
+    bench.wait()
+    for one, two in zip(mine, other, strict=True):
+        assert torch.equal(one, two)
+        for key, value in reference.state[two].items():
+            assert torch.equal(optimizer.state[one][key], value)
+
+
 def test_groups_have_numbers_of_their_own_in_every_bucket(bench):
     def grouped(mine):
         groups = [{"params": mine[:2], "weight_decay": 0.5}, {"params": mine[2:], "eps": 1e-2}]
@@ -128,9 +161,9 @@ def test_groups_have_numbers_of_their_own_in_every_bucket(bench):
     mine, other = parameters(bench.device), parameters(bench.device)
     optimizer, reference = made(grouped, mine, bench.device), made(grouped, other, bench.device)
     halves = [gradients_of(mine[1::2]), gradients_of(mine[::2])]
-    step = FusedStep(bench.kernels, optimizer, halves)
-    for bucket in range(2):
-        step(bucket, bench.stream, 3)
+    step = FusedStep(bench.kernels, optimizer, bench.table)
+    for bucket, half in enumerate(halves):
+        step(half, bench.stream, counts=bucket == 0, blocks=3)
     bench.wait()
     reference.step()
     bench.wait()

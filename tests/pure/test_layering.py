@@ -66,7 +66,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("torch.fused", "torch.peers"),
     ("torch.update", "torch.payload", "torch.views", "torch.blame"),
     ("torch.member",),
-    ("torch.measure", "torch.host", "torch.cuda", "torch.rates"),
+    ("torch.measure", "torch.host", "torch.cuda", "torch.rates", "torch.direct"),
     ("torch.stages",),
     ("torch.parallel",),
     ("torch",),

@@ -8,7 +8,7 @@ bucket is one: a collective takes some microseconds whatever its size, more than
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -147,11 +147,13 @@ def make_plan(
     wire: DType | None,
     *,
     copies: bool = False,
+    direct: Collection[str] = (),
 ) -> MemoryPlan:
     """Weights, gradients, running statistics (name -> elements) and the loss of every rank.
 
     With ``wire`` float32 gradients are reduced in that dtype and widened afterwards. With
-    ``copies`` there is a second place for each gradient as it is reduced.
+    ``copies`` there is an inbox for each gradient; those that are sent ``direct`` have no other
+    place.
     """
     known = {parameter.name: parameter for parameter in parameters}
     regions, specs = [], []
@@ -161,11 +163,11 @@ def make_plan(
             Region(f"W_BUCKET_{k}", bucket.dtype, "parameters", persistent=True),
             Region(f"G_BUCKET_{k}", reduced, "their gradients, reduced in place"),
             Region(f"P_BUCKET_{k}", reduced, "the peer's gradients"),
+            Region(f"D_BUCKET_{k}", reduced, "the peer's gradients that it sends directly"),
             Region(f"H_BUCKET_{k}", bucket.dtype, "their gradients as the optimizer reads them"),
         ]
         specs.append(BucketSpec(f"COMM_{k}", f"G_BUCKET_{k}", f"G_BUCKET_{k}"))
-    order = {"W": 0, "G": 1, "P": 2, "H": 3}
-    regions.sort(key=lambda region: order[region.name[0]])  # stable: a kind is one byte range
+    regions.sort(key=lambda region: "WGPDH".index(region.name[0]))  # a kind is one byte range
     regions.append(Region("B_STATISTICS", F32, "running batch-norm statistics", persistent=True))
     regions.append(Region("R_LOSS", F32, "the loss of this batch"))
     regions.append(Region("S_TOKEN", F32, "what ranks reduce to wait for each other"))
@@ -174,9 +176,10 @@ def make_plan(
         for name in bucket.names:
             shape = (known[name].count,)
             builder.add(f"W_BUCKET_{k}", weight(name), shape)
-            builder.add(f"G_BUCKET_{k}", gradient(name), shape)
+            if name not in direct:
+                builder.add(f"G_BUCKET_{k}", gradient(name), shape)
             if copies:
-                builder.add(f"P_BUCKET_{k}", inbox(name), shape)
+                builder.add(f"{'D' if name in direct else 'P'}_BUCKET_{k}", inbox(name), shape)
             if wire is not None and bucket.dtype is F32:
                 builder.add(f"H_BUCKET_{k}", master(name), shape)
     for name, count in statistics.items():

@@ -20,13 +20,13 @@ from trlow.replay import RUN_AHEAD
 from trlow.torch.fused import KERNELS, FusedStep, counts_one_step, covers
 from trlow.torch.rows import Table, alike, rows
 
-DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
+DEVICE_TO_DEVICE, BY_ADDRESS = 3, 4  # cudaMemcpyKind
 GATHER = "gather_rows"
 BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trlow.enqueue import Rank
     from trlow.torch.batches import BatchShape
@@ -61,13 +61,13 @@ class CudaSide:
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
         self._tables: list[Table] = []  # of gathers; those of a capture are filled behind it
-        # Clipping and a loss scale need all gradients, summed, before the first weight changes.
-        scales = member.work.clip_norm is not None or member.work.autocast is torch.float16
-        # Whether the step itself adds the peer's gradients to what it reads.
-        self.adds = not scales and not member.widens
+        self._base, self._next = rank.arena.base, rank.next
         self._fused = self._fused_step()
-        self.adds = self.adds and self._fused is not None
-        self.early = early and self._fused is not None and not scales
+        # Whether the step itself adds the peer's gradients to what it reads.
+        self.adds = self._fused is not None and not member.scales and not member.widens
+        self.early = early and self._fused is not None and not member.scales
+        if member.inboxes:
+            rank.reach_next()
         member.on_bucket = self._mark
 
     def _mark(self, bucket: int) -> None:
@@ -126,12 +126,40 @@ class CudaSide:
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], handle: int, *, beside: bool
     ) -> None:
         """One kernel; with few blocks where the backward's kernels want the multiprocessors."""
-        table = Table(self.member.device, rows(pairs, 1))
+        table = self._table(rows(pairs, 1))
+        blocks = min(table.entries, BESIDE_BLOCKS) if beside else table.entries
+        self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
+
+    def _table(self, found: Iterator[list[int]]) -> Table:
+        """A table that is filled; in a capture, that will be."""
+        table = Table(self.member.device, found)
         self._tables.append(table)
         if not torch.cuda.is_current_stream_capturing():
             table.fill()
-        blocks = min(table.entries, BESIDE_BLOCKS) if beside else table.entries
-        self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
+        return table
+
+    def send(self, bucket: int, handle: int) -> None:
+        """Direct gradients of one bucket, behind its event, to the peer's inboxes."""
+        member, peer = self.member, self._next
+        assert peer is not None
+        with self._on(handle) as stream:
+            stream.wait_event(self._ready[bucket])
+            for parameter, grad in self._direct(bucket).items():
+                place = member.inboxes[parameter].data_ptr() - self._base + peer.base
+                self._platform.cudart.cudaMemcpyAsync(
+                    place, grad.data_ptr(), grad.nbytes, BY_ADDRESS, handle
+                )
+
+    def _direct(self, bucket: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Gradients where autograd has left them."""
+        mine = self.member.direct(bucket)
+        found: dict[torch.Tensor, torch.Tensor] = {p: p.grad for p in mine if p.grad is not None}
+        if not all(alike(pair) for pair in found.items()):
+            raise UsageError(
+                "a gradient lies in memory otherwise than in the step that was measured: the "
+                "module computes its gradients in another way now; use exchange='nccl'"
+            )
+        return found
 
     def settle(self) -> None:
         """After the captures: their kernels read tables that only now may be filled."""
@@ -140,10 +168,14 @@ class CudaSide:
 
     def _fused_step(self) -> FusedStep | None:
         member, optimizer = self.member, self.member.update.optimizer
-        buckets = [member.gradients(k) for k in range(len(member.buckets))]
-        if not covers(optimizer, {p: grad for bucket in buckets for p, grad in bucket.items()}):
+        gradients: dict[torch.Tensor, torch.Tensor] = {p: p for p in member.trainable.values()}
+        for bucket in range(len(member.buckets)):
+            gradients |= member.gradients(bucket)
+        if not covers(optimizer, gradients):
             return None
-        return FusedStep(self._kernels, optimizer, buckets, member.inboxes if self.adds else None)
+        adds = not member.scales and not member.widens
+        inboxes = member.inboxes if adds else None
+        return FusedStep(self._kernels, optimizer, self._table, inboxes)
 
     def check_history(self, state: dict[str, Any]) -> None:
         """Raise ``UsageError`` for an optimizer state that the captured step cannot go on with."""
@@ -155,9 +187,16 @@ class CudaSide:
 
     def _take(self, handle: int) -> None:
         """The step of every bucket."""
-        if self._fused is not None:
-            for bucket in range(len(self.member.buckets)):
-                self._fused(bucket, handle)
+        assert self._fused is not None
+        gradients = self._gradients(range(len(self.member.buckets)))
+        self._fused(gradients, handle, counts=True)
+
+    def _gradients(self, buckets: Iterable[int]) -> dict[torch.Tensor, torch.Tensor]:
+        """Where the optimizer reads what it reads."""
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in buckets:
+            found |= self.member.gradients(bucket) | self._direct(bucket)
+        return found
 
     def apply(self, handle: int) -> None:
         """The optimizer step. The warm-up has no other order than these two events."""
@@ -166,16 +205,19 @@ class CudaSide:
             stream.wait_event(self._gathered)
             self.member.apply(None if self._fused is None else lambda: self._take(handle))
 
-    def apply_early(self, bucket: int, handle: int, *, beside: bool) -> None:
-        """The optimizer step of one bucket, ``beside`` the backward or behind it."""
+    def apply_early(self, buckets: Sequence[int], handle: int, *, beside: bool) -> None:
+        """The optimizer step of some buckets, ``beside`` the backward or behind it."""
         assert self._fused is not None
         with self._on(handle) as stream:
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(self._computed)  # the warm-up has no other order than these two
                 stream.wait_event(self._gathered)
-            self.member.hand_over(bucket)
-            self._fused(bucket, handle, EARLY_BLOCKS if beside else None)
-            self.member.clear(bucket)
+            for bucket in buckets:
+                self.member.hand_over(bucket)
+            blocks = EARLY_BLOCKS if beside else None
+            self._fused(self._gradients(buckets), handle, counts=0 in buckets, blocks=blocks)
+            for bucket in buckets:
+                self.member.clear(bucket)
 
     def before(self, rank: Rank, step: int, payload: Payload) -> None:
         """The inputs of a step, on UPDATE ahead of the graph.

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trlow.torch.rows import Table, alike, rows
+from trlow.torch.rows import alike, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trlow.kernel import Kernels
+    from trlow.torch.rows import Table
 
 ADAM, MOMENTUM = "adam_rows", "momentum_rows"
 KERNELS = (ADAM, MOMENTUM)
@@ -83,72 +84,68 @@ def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FusedStep:
-    """One rank's optimizer step by buckets, for gradients and a state that stay where they are.
+    """One rank's optimizer step by buckets, for a state that stays where it is.
 
-    It has to outlive its launches, whose tables it holds.
+    It has to outlive its launches, whose numbers it holds.
     """
 
     def __init__(
         self,
         kernels: Kernels,
         optimizer: torch.optim.Optimizer,
-        buckets: Sequence[Mapping[torch.Tensor, torch.Tensor]],
+        tables: Callable[[Iterator[list[int]]], Table],
         inboxes: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Of an optimizer that is covered, whose kernel is loaded; parameters to gradients.
+        """Of an optimizer that is covered, whose kernel is loaded; ``tables`` keeps what it makes.
 
         Where a parameter has an inbox the step takes the sum of its gradient and that.
         """
-        self._inboxes = inboxes or {}
         name = kernel_of(optimizer)
         assert name is not None
-        self._kernels, self._name = kernels, name
+        self._kernels, self._name, self._tables = kernels, name, tables
+        self._optimizer, self._inboxes = optimizer, inboxes or {}
         self._steps: list[torch.Tensor] = []
-        self._launches: list[list[tuple[list[int], int]]] = []
-        self._kept: list[Any] = []  # what the launches hold addresses of
-        for gradients in buckets:
-            launches = []
-            for group in optimizer.param_groups:
-                mine = [each for each in group["params"] if each in gradients]
-                if mine:
-                    launches.append(self._launch(group, mine, gradients, optimizer.state))
-            self._launches.append(launches)
+        self._groups = [self._words(group) for group in optimizer.param_groups]
 
-    def _launch(
-        self,
-        group: dict[str, Any],
-        parameters: Sequence[torch.Tensor],
-        gradients: Mapping[torch.Tensor, torch.Tensor],
-        state: Mapping[torch.Tensor, dict[str, Any]],
-    ) -> tuple[list[int], int]:
-        name, device = self._name, parameters[0].device
-        pieces = [
-            (*own, gradients[own[0]], self._inboxes.get(own[0]))
-            for own in ((each, *(state[each][key] for key in STATES[name])) for each in parameters)
-        ]
-        table = Table(device, rows(pieces, parameters[0].element_size()))
-        table.fill()
+    def _words(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """What the kernel is told of a group, between the bases and the table."""
         decay = group["weight_decay"]
-        if name == ADAM:
+        if self._name == ADAM:
             decoupled = group.get("decoupled_weight_decay", False)
             numbers = [*group["betas"], group["eps"], *((0, decay) if decoupled else (decay, 0))]
-            steps = [state[each]["step"] for each in parameters]
+            steps = [self._optimizer.state[each]["step"] for each in group["params"]]
             self._steps += steps
-            more = [steps[0].data_ptr()]  # all are equal
+            more = steps[:1]  # all are equal
         else:
             numbers, more = [group["momentum"], decay, float(group["nesterov"])], []
-        held = torch.tensor(numbers, dtype=torch.float64, device=device)
-        bases = [0] * (3 + len(STATES[name]))  # the table holds addresses
-        words = [group["lr"].data_ptr(), *more, held.data_ptr(), table.address, table.entries]
-        self._kept += [table, held, group["lr"], pieces]
-        return [*bases, *words], table.entries
+        device = group["params"][0].device
+        return [group["lr"], *more, torch.tensor(numbers, dtype=torch.float64, device=device)]
 
-    def __call__(self, bucket: int, stream: int, blocks: int | None = None) -> None:
-        """Enqueue the step of one bucket on ``stream``, which is torch's current one.
+    def __call__(
+        self,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        stream: int,
+        *,
+        counts: bool,
+        blocks: int | None = None,
+    ) -> None:
+        """Enqueue the step of some parameters on ``stream``, which is torch's current one.
 
-        Bucket 0 comes first: it counts the step for all of them. ``blocks`` bounds a launch's.
+        One call of a step ``counts`` it for all, before the others. ``blocks`` bounds a launch's.
         """
-        if bucket == 0 and self._steps:
+        if counts and self._steps:
             torch._foreach_add_(self._steps, 1)
-        for values, entries in self._launches[bucket]:
-            self._kernels.launch(self._name, values, min(entries, blocks or entries), stream)
+        state, keys = self._optimizer.state, STATES[self._name]
+        for group, words in zip(self._optimizer.param_groups, self._groups, strict=True):
+            mine = [each for each in group["params"] if each in gradients]
+            pieces = [
+                (p, *(state[p][key] for key in keys), gradients[p], self._inboxes.get(p))
+                for p in mine
+            ]
+            if pieces:
+                table = self._tables(rows(pieces, mine[0].element_size()))
+                bases = [0] * (3 + len(keys))  # the table holds addresses
+                values = [*bases, *(word.data_ptr() for word in words)]
+                values += [table.address, table.entries]
+                work = min(table.entries, blocks or table.entries)
+                self._kernels.launch(self._name, values, work, stream)

@@ -9,6 +9,7 @@ import torch
 
 from trlow.errors import UsageError
 from trlow.torch.blame import blamed
+from trlow.torch.rows import alike
 
 if TYPE_CHECKING:
     from trlow.torch.batches import BatchShape
@@ -34,6 +35,7 @@ def readiness(
             inputs = [leaf.to(member.device) for leaf in shard]
             try:
                 member.forward_backward(shape, inputs)
+                member.steady = _steady(member)
                 member.update.optimizer.step()
             except Exception as error:
                 blamed(error, member.module)
@@ -53,6 +55,11 @@ def readiness(
                 f"rank 0 ({first}): a module's graph may not depend on its data or its rank"
             )
     return tuple(members[0].order)
+
+
+def _steady(member: Member) -> frozenset[str]:
+    pairs = {name: (weight, weight.grad) for name, weight in member.trainable.items()}
+    return frozenset(n for n, (w, grad) in pairs.items() if grad is not None and alike((w, grad)))
 
 
 def may_update_early(member: Member, shape: BatchShape, shard: list[torch.Tensor]) -> bool:

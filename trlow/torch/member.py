@@ -19,7 +19,7 @@ from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, inbox, mast
 from trlow.torch.update import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from trlow.dtype import DType
     from trlow.torch.batches import BatchShape
@@ -58,6 +58,8 @@ class Member:
         self.widens = False  # gradients are reduced in another dtype than the optimizer's
         self._waiting: list[int] = []
         self._bucket_of: dict[str, int] = {}
+        self.steady: frozenset[str] = frozenset()  # gradients that lie as their parameters do
+        self._gathered: list[list[torch.nn.Parameter]] = []  # by bucket: not sent directly
         self._reduced: list[list[torch.Tensor]] = []  # by bucket: views that are reduced
         self._grads: list[list[torch.Tensor]] = []  # by bucket: views that the optimizer reads
         self.inboxes: dict[torch.Tensor, torch.Tensor] = {}  # of the peer's gradients
@@ -98,23 +100,26 @@ class Member:
         buckets: tuple[Bucket, ...],
         wire: DType | None,
         *,
-        copies: bool,
+        copies: bool = False,
+        direct: Collection[str] = (),
     ) -> None:
         """Move into the arena; ``view(name)`` is a tensor of the plan, flat."""
         self.buckets = buckets
         self._bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
         self.widens = wire is not None
-        self._reduced, self._grads = [], []
+        self._gathered, self._reduced, self._grads = [], [], []
         for bucket in buckets:
-            mine = [self.trainable[name] for name in bucket.names]
-            for name, parameter in zip(bucket.names, mine, strict=True):
+            for name in bucket.names:
+                parameter = self.trainable[name]
                 place = _like(view(weight(name)), parameter)
                 place.copy_(parameter.detach())
                 parameter.data = place
-            reduced = [_like(view(gradient(n)), p) for n, p in zip(bucket.names, mine, strict=True)]
+            mine = {name: self.trainable[name] for name in bucket.names if name not in direct}
+            reduced = [_like(view(gradient(name)), p) for name, p in mine.items()]
+            self._gathered.append(list(mine.values()))
             self._reduced.append(reduced)
             self._grads.append(
-                [_like(view(master(n)), p) for n, p in zip(bucket.names, mine, strict=True)]
+                [_like(view(master(name)), p) for name, p in mine.items()]
                 if self.widens and bucket.dtype is DTYPES[torch.float32]
                 else reduced
             )
@@ -213,8 +218,8 @@ class Member:
 
     def pieces(self, bucket: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where gradients of one bucket are reduced, and where autograd has left them."""
-        parameters = [self.trainable[name] for name in self.buckets[bucket].names]
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        mine = self._gathered[bucket]
+        grads = [parameter.grad for parameter in mine if parameter.grad is not None]
         return self._reduced[bucket], grads
 
     def gather(self, bucket: int) -> None:
@@ -232,7 +237,7 @@ class Member:
         if grads is not reduced:
             with torch.no_grad():
                 torch._foreach_copy_(grads, reduced)
-        for parameter, grad in self.gradients(bucket).items():
+        for parameter, grad in zip(self._gathered[bucket], grads, strict=True):
             parameter.grad = grad
 
     def clear(self, bucket: int) -> None:
@@ -242,9 +247,18 @@ class Member:
                 torch._foreach_zero_(self._reduced[bucket])
 
     def gradients(self, bucket: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Where the optimizer reads the gradient of each parameter of one bucket."""
+        """Where the optimizer reads the gradient of each gathered parameter of one bucket."""
+        return dict(zip(self._gathered[bucket], self._grads[bucket], strict=True))
+
+    def direct(self, bucket: int) -> list[torch.nn.Parameter]:
+        """The others, whose gradient stays where autograd leaves it."""
         mine = [self.trainable[name] for name in self.buckets[bucket].names]
-        return dict(zip(mine, self._grads[bucket], strict=True))
+        return [each for each in mine if all(each is not other for other in self._gathered[bucket])]
+
+    @property
+    def scales(self) -> bool:
+        """Whether something needs all gradients, summed, before the first weight changes."""
+        return self.work.clip_norm is not None or self.work.autocast is torch.float16
 
     def apply(self, take: Callable[[], None] | None = None) -> None:
         """One optimizer step with the reduced gradients: ``take``, or that of the optimizer."""

@@ -19,6 +19,7 @@ from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
 from trlow.torch.buckets import DTYPES, cut, make_plan
 from trlow.torch.cuda import CudaSide
+from trlow.torch.direct import direct_names
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
 from trlow.torch.measure import may_update_early, readiness
@@ -151,16 +152,19 @@ class StaticDataParallel:
             torch.cuda.empty_cache()  # the graphs have a pool of their own
         ready = {parameter.name: parameter for parameter in members[0].parameters()}
         buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
-        given = tuple(ready.values()), buckets, members[0].statistics(), self._wire
-        plan = make_plan(*given, copies=self._copies)
+        on_host, copies, wire = self._platform.name == "host", self._copies, self._wire
+        direct = frozenset[str]()
+        if copies and wire is None and not on_host:
+            direct = direct_names(members, buckets)
+        given = tuple(ready.values()), buckets, members[0].statistics(), wire
+        plan = make_plan(*given, copies=copies, direct=direct)
         runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
-        on_host = self._platform.name == "host"
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
             views = partial(tensor_of, rank.arena)
-            member.adopt(views, buckets, self._wire, copies=self._copies)
+            member.adopt(views, buckets, wire, copies=copies, direct=direct)
             if on_host:
                 return HostSide(rank, member, shape)
             return CudaSide(rank, member, shape, early=early)

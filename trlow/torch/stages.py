@@ -19,7 +19,7 @@ from trlow.exchange import add, admit, receive, send
 from trlow.program import External, Program, Stage, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from trlow.plan import MemoryPlan, Range
     from trlow.range_op import RangeOp
@@ -32,11 +32,12 @@ STATISTICS = ("mean", "rank0")  # what ranks do with running batch-norm statisti
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What the stages of a step read and write; the first four by bucket."""
+    """What the stages of a step read and write; the first five by bucket."""
 
     weights: tuple[Range, ...]
     gradients: tuple[Range, ...]
-    inboxes: tuple[Range, ...]  # the peer's gradients; empty unless ranks copy
+    inboxes: tuple[Range, ...]  # the peer's gradients; empty unless ranks copy, as the next
+    direct: tuple[Range, ...]  # and those that it does not gather first
     masters: tuple[Range, ...]  # gradients as the optimizer reads them, if they travel otherwise
     loss: Range
     running: Range
@@ -46,11 +47,15 @@ class Ranges:
     def of(cls, plan: MemoryPlan) -> Ranges:
         """Those of a module's plan."""
         numbers = range(len(plan.table.buckets))
-        weights, gradients, inboxes, masters = (
-            tuple(plan.range(f"{kind}_BUCKET_{k}") for k in numbers) for kind in "WGPH"
+        weights, gradients, inboxes, direct, masters = (
+            tuple(plan.range(f"{kind}_BUCKET_{k}") for k in numbers) for kind in "WGPDH"
         )
         loss, running, token = map(plan.range, ("R_LOSS", "B_STATISTICS", "S_TOKEN"))
-        return cls(weights, gradients, inboxes, masters, loss, running, token)
+        return cls(weights, gradients, inboxes, direct, masters, loss, running, token)
+
+    def received(self, buckets: Iterable[int]) -> list[Range]:
+        """Where a peer's gradients of some buckets arrive."""
+        return [each for k in buckets for each in (self.inboxes[k], self.direct[k])]
 
 
 def step_program(
@@ -60,7 +65,7 @@ def step_program(
     ranges, early = Ranges.of(plan), sides[0].early
     stages = [_compute(sides, ranges)]
     if last and ranges.token.nbytes:
-        admission = admit(ranges.token, *ranges.inboxes)
+        admission = admit(ranges.token, *ranges.inboxes, *ranges.direct)
         stages.insert(0, Stage("ADMIT", Stream.UPDATE, (admission,)))
     tail = [range_op.sum_all_reduce(ranges.loss)]
     if last and ranges.running.nbytes:
@@ -68,16 +73,15 @@ def step_program(
     for group in _groups(ranges, early=early):
         at_end = group[-1] == len(ranges.gradients) - 1
         for k in group:
-            if sides[0].overlaps:
+            if sides[0].overlaps and ranges.gradients[k].nbytes:
                 stages.append(_gather(sides, k, ranges.gradients[k]))
-            if last and k != group[-1]:
-                send_alone = (send(ranges.inboxes[k], ranges.gradients[k]),)
-                stages.append(Stage(f"COMM_{k}", Stream.UPDATE, send_alone))
+            if last and ranges.token.nbytes:
+                stages.append(_send(sides, k, ranges))
         if last:  # loss and statistics are in one group of NCCL with the last one
             ops = _reduce(ranges, group, tail if at_end else (), adds=not sides[0].adds)
             stages.append(Stage(f"COMM_{group[-1]}", Stream.UPDATE, ops))
         if last and early:
-            stages += [_update_early(sides, k, ranges, beside=not at_end) for k in group]
+            stages.append(_update_early(sides, group, ranges, beside=not at_end))
     if not last:
         stages.append(Stage("LOSS", Stream.UPDATE, tuple(tail)))
     elif not early:
@@ -95,9 +99,9 @@ def _groups(ranges: Ranges, *, early: bool) -> list[list[int]]:
         return [[k] for k in range(len(ranges.gradients))]
     groups: list[list[int]] = [[]]
     nbytes = 0
-    for k, bucket in enumerate(ranges.gradients):
+    for k in range(len(ranges.gradients)):
         groups[-1].append(k)
-        nbytes += bucket.nbytes
+        nbytes += ranges.inboxes[k].nbytes + ranges.direct[k].nbytes
         if early and nbytes >= MEETING_NBYTES and k < len(ranges.gradients) - 1:
             groups.append([])
             nbytes = 0
@@ -108,12 +112,27 @@ def _reduce(
     ranges: Ranges, group: Sequence[int], more: Sequence[RangeOp], *, adds: bool
 ) -> tuple[RangeOp, ...]:
     """The last bucket of a group, and with it all of them complete; ``more`` goes along."""
-    bucket, inbox = ranges.gradients[group[-1]], ranges.inboxes[group[-1]]
-    if not inbox.nbytes:
-        return (range_op.sum_all_reduce(bucket), *more)
-    arrived = receive(ranges.token, *(ranges.inboxes[k] for k in group))
+    if not ranges.token.nbytes:
+        return (range_op.sum_all_reduce(*(ranges.gradients[k] for k in group)), *more)
+    arrived = receive(ranges.token, *ranges.received(group))
     sums = [add(ranges.gradients[k], ranges.inboxes[k]) for k in group] if adds else []
-    return (send(inbox, bucket), arrived, *more, *sums)
+    return (arrived, *more, *sums)
+
+
+def _send(sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges) -> Stage:
+    """One bucket to the peer's inbox: what is gathered, and then what is sent directly.
+
+    Those copies are torch's side's, which `exchange` cannot check: they come behind ADMIT and ahead
+    of the receiving stage, as their bytes do.
+    """
+
+    def body(rank: int, stream: int) -> None:
+        sides[rank].send(k, stream)  # type: ignore[union-attr]
+
+    direct = ranges.direct[k]
+    work = External("callback", (), (direct,), body) if direct.nbytes else None
+    gathered = send(ranges.inboxes[k], ranges.gradients[k])
+    return Stage(f"SEND_{k}", Stream.UPDATE, (gathered,), work)
 
 
 def _compute(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
@@ -135,19 +154,19 @@ def _gather(sides: Sequence[CudaSide | HostSide], k: int, bucket: Range) -> Stag
 
 
 def _update_early(
-    sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges, *, beside: bool
+    sides: Sequence[CudaSide | HostSide], group: Sequence[int], ranges: Ranges, *, beside: bool
 ) -> Stage:
     def body(rank: int, stream: int) -> None:
-        sides[rank].apply_early(k, stream, beside=beside)  # type: ignore[union-attr]
+        sides[rank].apply_early(group, stream, beside=beside)  # type: ignore[union-attr]
 
-    bucket, inbox = ranges.gradients[k], ranges.inboxes[k]
-    counts = ranges.weights[:1] if k else ()  # the step of bucket 0 counts it for all of them
-    writes = (ranges.weights[k], bucket, ranges.masters[k])
+    buckets = [ranges.gradients[k] for k in group]
+    counts = ranges.weights[:1] if group[0] else ()  # the step of bucket 0 counts it for all
+    reads = (*buckets, *ranges.received(group), *counts)
+    changed = [each for k in group for each in (ranges.weights[k], ranges.masters[k])]
+    work = External("callback", reads, (*changed, *buckets), body)
     # With nothing beside it the last one stays on the stream of its all-reduce.
     stream = Stream.TRANS if beside else Stream.UPDATE
-    return Stage(
-        f"OPTIMIZER_{k}", stream, (), External("callback", (bucket, inbox, *counts), writes, body)
-    )
+    return Stage(f"OPTIMIZER_{group[-1]}", stream, (), work)
 
 
 def _update(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
@@ -155,7 +174,8 @@ def _update(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
         sides[rank].apply(stream)
 
     writes = (*ranges.weights, *ranges.gradients, *ranges.masters)  # clipping is in place
-    work = External("callback", (*ranges.gradients, *ranges.inboxes), writes, body)
+    reads = (*ranges.gradients, *ranges.received(range(len(ranges.gradients))))
+    work = External("callback", reads, writes, body)
     return Stage("OPTIMIZER", Stream.UPDATE, (), work)
 
 
