@@ -9,7 +9,7 @@ from __future__ import annotations
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from trlow import range_op
+from trlow import exchange, range_op
 from trlow.dtype import BF16, F16, F32, I32
 from trlow.errors import PlanError
 from trlow.plan import MemoryPlan, PlanBuilder, Range
@@ -28,12 +28,13 @@ _TABLE = RegionTable(
         Region("Q_SMALL", BF16, "bfloat16"),
         Region("S_SCALAR", F32, "factors"),
         Region("K_FLAG", I32, "flags"),
+        Region("K_TOKEN", I32, "what ranks meet with"),
     ),
 )
 _FLOATS = ("W_SMALL", "G_SMALL", "L_SMALL", "Q_SMALL")
 _KINDS = (
     *("clear", "copy", "copy_unless", "cast", "scale", "sum_all_reduce", "mean_all_reduce"),
-    *("broadcast", "accumulate_metrics", "nan_check", "update"),
+    *("broadcast", "accumulate_metrics", "nan_check", "update", "add", "exchange"),
 )
 
 
@@ -47,6 +48,7 @@ def small_plan() -> MemoryPlan:
         builder.add("S_SCALAR", f"factor.{k}", (1,))
     for k in range(2):
         builder.add("K_FLAG", f"flag.{k}", (1,))
+    builder.add("K_TOKEN", "token", (1,))
     return builder.build()
 
 
@@ -61,7 +63,7 @@ def device_programs(
             Stage(
                 f"{phase}.{k}",
                 draw(st.sampled_from(list(Stream))),
-                tuple(draw(_ops(plan, world_size)) for _ in range(draw(st.integers(1, 2)))),
+                sum((draw(_ops(plan, world_size)) for _ in range(draw(st.integers(1, 2)))), ()),
             )
             for k in range(draw(st.integers(1, most)))
         ]
@@ -76,8 +78,18 @@ def device_programs(
 
 
 @st.composite
-def _ops(draw: st.DrawFn, plan: MemoryPlan, world_size: int) -> RangeOp:
+def _ops(draw: st.DrawFn, plan: MemoryPlan, world_size: int) -> tuple[RangeOp, ...]:
+    """One op; of an exchange all three."""
     kind = draw(st.sampled_from(_KINDS))
+    if kind != "exchange":
+        return (draw(_op(kind, plan, world_size)),)
+    inbox, token = draw(_parts(plan, draw(st.sampled_from(_FLOATS)))), plan.range("token")
+    sent = exchange.send(inbox, draw(_beside(plan, inbox, cast=False)))
+    return exchange.admit(token, inbox), sent, exchange.receive(token, inbox)
+
+
+@st.composite
+def _op(draw: st.DrawFn, kind: str, plan: MemoryPlan, world_size: int) -> RangeOp:
     factor = plan.range(f"factor.{draw(st.integers(0, 2))}")
     flag = plan.range(f"flag.{draw(st.integers(0, 1))}")
     region = draw(st.sampled_from(("W_SMALL", "G_SMALL") if kind in _ONLY_F32 else _FLOATS))
@@ -106,6 +118,8 @@ def _ops(draw: st.DrawFn, plan: MemoryPlan, world_size: int) -> RangeOp:
             return range_op.copy_unless(r, other, flag)
         case "cast":
             return range_op.cast(r, other)
+        case "add":
+            return exchange.add(r, other)
         case "accumulate_metrics":
             return range_op.accumulate_metrics(r, other, plan.range("factor.3"), flag)
     return range_op.update("sgd", r, other, lr=factor, grad_scale=plan.range("factor.3"), skip=flag)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trlow import range_op
+from trlow import exchange, range_op
 from trlow.dtype import BF16, F16, F32, I32, DType
 from trlow.plan import MemoryPlan, PlanBuilder, Range
 from trlow.program import Program, Stage, Stream
@@ -118,7 +118,7 @@ def every_op(offset: int = 0, count: int = 17) -> tuple[MemoryPlan, Program]:
 
 def _slots_of_every_op(offset: int, count: int) -> Slots:
     slots = Slots(offset, count)
-    slots.scalars("lr", "mu", "weight_decay", "grad_scale", "factor", "eps")
+    slots.scalars("lr", "mu", "weight_decay", "grad_scale", "factor", "eps", "token")
     slots.scalars("skip", "flag.float32", "flag.float16", "flag.bfloat16", dtype=I32)
     slots.optimizers()
     for name in ("clear", "to", "from", "unless.to", "unless.from", "total", "metrics"):
@@ -126,7 +126,7 @@ def _slots_of_every_op(offset: int, count: int) -> Slots:
     for name in ("eq_scale", "eq_bias", "weight", "bias", "mean", "var"):
         slots.add(name)
     for dtype in (F32, F16, BF16):
-        for kind in ("scale", "mean", "stats", "checked"):
+        for kind in ("scale", "mean", "stats", "checked", "added", "sent", "inbox"):
             slots.add(f"{kind}.{dtype}", dtype)
     for dtype in (F32, F16, BF16, I32):
         slots.add(f"sum.{dtype}", dtype)
@@ -163,6 +163,10 @@ def _ops_of_many_types(at: Mapping[str, Range]) -> list[RangeOp]:
             range_op.mean_all_reduce(at[f"mean.{dtype}"], factor=factor),
             range_op.bn_stats_all_reduce(at[f"stats.{dtype}"], factor=factor),
             range_op.nan_check(at[f"flag.{dtype}"], at[f"checked.{dtype}"]),
+            exchange.admit(at["token"], at[f"inbox.{dtype}"]),
+            exchange.send(at[f"inbox.{dtype}"], at[f"sent.{dtype}"]),
+            exchange.receive(at["token"], at[f"inbox.{dtype}"]),
+            exchange.add(at[f"added.{dtype}"], at[f"inbox.{dtype}"]),
         ]
     for dtype in (F32, F16, BF16, I32):
         ops += [

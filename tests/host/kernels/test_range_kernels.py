@@ -147,3 +147,33 @@ def test_bn_inference_folds_the_statistics(run, guarded, rng):
             assert np.array_equal(shift.array, bias - mean * expected)
             assert scale.intact()
             assert shift.intact()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_add_f32_adds_once(run, guarded, rng, count):
+    for offset in OFFSETS:
+        one, other = rng.standard_normal((2, count)).astype(np.float32)
+        target = guarded(one, offset)
+        run("add_f32", target.array, guarded(other, 7 - offset).array, count)
+        assert np.array_equal(target.array, one + other)
+        assert target.intact()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_add_f16_adds_in_float32_and_rounds_once(run, guarded, rng, count):
+    for offset in OFFSETS:
+        one, other = rng.standard_normal((2, count)).astype(np.float16)
+        target = guarded(one, offset)
+        run("add_f16", target.array, guarded(other, 7 - offset).array, count)
+        expected = (one.astype(np.float32) + other.astype(np.float32)).astype(np.float16)
+        assert np.array_equal(target.array, expected)
+        assert target.intact()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_add_bf16_of_equal_numbers_doubles_them(run, guarded, rng, count):
+    for offset in OFFSETS:
+        values = rng.integers(0x3F00, 0x4100, count).astype(np.uint16)
+        target = guarded(values, offset)
+        run("add_bf16", target.array, guarded(values, 7 - offset).array, count)
+        assert np.array_equal(target.array, values + 0x80)  # the exponent lies at bit 7

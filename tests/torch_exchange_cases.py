@@ -1,0 +1,137 @@
+"""Tests of how gradients get from rank to rank: copies give the bytes that NCCL gives.
+
+For host/ and gpu/, which have the fixtures ``device`` and ``two`` (settings of two ranks) each.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_cases as cases
+from torch import nn
+
+from trlow.torch import StaticDataParallel
+
+STEPS = 12
+
+
+def wide():
+    """Tensors on both sides of what is sent directly."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 300), nn.BatchNorm1d(300), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(300, 256), nn.ReLU(), nn.Linear(256, cases.CLASSES))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, bias=False)]
+    layers += [nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, cases.CLASSES)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def frozen():
+    module = wide()
+    module[2].weight.requires_grad_(False)
+    return module
+
+
+class Tied(nn.Module):
+    """One weight in two places, whose gradient is a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.square = nn.Linear(8, 200), nn.Parameter(torch.randn(200, 200) / 16)
+        self.last = nn.Linear(200, cases.CLASSES)
+
+    def forward(self, rows):
+        return self.last((self.first(rows) @ self.square).relu() @ self.square)
+
+
+def tied():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def adamw(parameters):
+    on_gpu = torch.cuda.is_available()
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=on_gpu)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+
+
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, fused=True)
+
+
+def groups(parameters):
+    mine = list(parameters)
+    return torch.optim.AdamW(
+        [{"params": mine[::2], "weight_decay": 0.1}, {"params": mine[1::2], "lr": 1e-4}],
+        lr=1e-3,
+        fused=True,
+        capturable=torch.cuda.is_available(),
+    )
+
+
+CASES = {
+    "one bucket": {},
+    "buckets": {"buckets": 4},
+    "adamw": {"optimizer": adamw, "buckets": 3},
+    "groups": {"optimizer": groups, "buckets": 3},
+    "torch's own step": {"optimizer": plain},
+    "channels last": {"factory": convolutions, "buckets": 3},
+    "frozen": {"factory": frozen, "buckets": 2},
+    "tied": {"factory": tied, "buckets": 2},
+    "added up": {"accumulate": 2, "buckets": 2},
+    "clipped": {"clip_norm": 0.1, "buckets": 2},
+    "narrow": {"wire": torch.bfloat16, "buckets": 2},
+    "bfloat16": {"autocast": torch.bfloat16, "buckets": 2},
+    "float16": {"autocast": torch.float16, "buckets": 2},
+}
+
+
+def batches(factory):
+    return cases.batches(STEPS, shape=(3, 8, 8) if factory is convolutions else (8,))
+
+
+def state_of(module):
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+def trained(two, exchange, factory=wide, optimizer=sgd, **options):
+    """Losses and weights; on both ranks the same."""
+    static = StaticDataParallel(
+        factory, cases.cross_entropy, two, optimizer=optimizer, exchange=exchange, **options
+    )
+    with static:
+        assert static.exchange == exchange
+        losses = cases.trained(static, batches(factory))
+        first, other = map(state_of, static.modules())
+        cases.assert_same(first, other)
+        direct = [len(side.member.direct(k)) for side in static._sides for k in range(1)]
+    return losses, first, direct
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_train_to_the_bytes_of_an_all_reduce(device, two, name):
+    losses, weights, direct = trained(two, "copy", **CASES[name])
+    other_losses, other_weights, none = trained(two, "nccl", **CASES[name])
+    assert losses == other_losses
+    cases.assert_same(weights, other_weights)
+    assert not any(none)
+    by_itself = {"torch's own step", "added up", "clipped", "narrow", "float16", "channels last"}
+    assert bool(direct[0]) is (device == "cuda" and name not in by_itself)
+
+
+def test_a_failed_step_of_copies_can_be_compiled_again(two):
+    given = cases.batches(6)
+    with StaticDataParallel(
+        wide, cases.cross_entropy, two, optimizer=sgd, exchange="copy"
+    ) as static:
+        first = cases.trained(static, given[:3])
+        static.compile(given[0])
+        again = cases.trained(static, given[3:])
+    whole, *_ = trained(two, "nccl")
+    assert [*first, *again] == pytest.approx(whole[:6], rel=1e-5)
