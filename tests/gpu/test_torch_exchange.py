@@ -31,7 +31,7 @@ def test_two_gpus_that_reach_each_other_copy_by_themselves(device, two):
 
 
 def test_many_steps_with_a_rank_that_comes_late_are_those_of_an_all_reduce(device, two):
-    """A copy that comes before its inbox is free, or an update that does not wait, changes bytes."""
+    """A copy that comes before its inbox is free, or an update that is early, changes bytes."""
     given, ends = cases.batches(8), []
     kind = "cuda" if device == "cuda" else "cpu"
     places = [(rank, torch.device(kind, rank if kind == "cuda" else 0)) for rank in range(2)]
@@ -41,7 +41,7 @@ def test_many_steps_with_a_rank_that_comes_late_are_those_of_an_all_reduce(devic
         ) as static:
             static.compile(given[0])
             shards = [
-                [[part.chunk(2)[rank].to(where) for part in batch] for rank, where in places]
+                [tuple(p.chunk(2)[rank].to(where) for p in batch) for rank, where in places]
                 for batch in given
             ]
             for number in range(300):
