@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trlow.settings import Settings
 
 DISABLE_TIMING = 2  # cudaEventDisableTiming
+NATIVE_ATOMICS = 3  # cudaDevP2PAttrNativeAtomicSupported
 NO_DEVICE = (35, 100)  # cudaErrorInsufficientDriver, cudaErrorNoDevice: both mean "no GPU"
 
 
@@ -159,10 +160,15 @@ class Platform:
         return free.value, total.value
 
     def reaches(self, device: int, peer: int) -> bool:
-        """Whether ``device`` can write to the memory of ``peer``, as over NVLink."""
-        can = c_int()
+        """Whether ``device`` can write to the memory of ``peer`` over a link such as NVLink.
+
+        PCIe does not count: there is no atomic access to a peer over it, and where a machine gets
+        copies between its GPUs wrong, or is told not to make them, it is over PCIe.
+        """
+        can, atomic = c_int(), c_int()
         self.cudart.cudaDeviceCanAccessPeer(byref(can), device, peer)
-        return bool(can.value)
+        self.cudart.cudaDeviceGetP2PAttribute(byref(atomic), NATIVE_ATOMICS, device, peer)
+        return bool(can.value and atomic.value)
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:

@@ -15,10 +15,11 @@ in this order, each as often as one likes. `check_order` refuses a program that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from trlow.action import Collective, Launch, PeerCopy, RangeOp
+from trlow.action import Action, Collective, Launch, PeerCopy, RangeOp
 from trlow.errors import PlanError
 from trlow.plan import Range
 from trlow.range_check import check_apart, check_copy, check_counts, filled_of, float_name
@@ -80,30 +81,75 @@ class Touch(Protocol):
 def check_order(where: str, step: Iterable[Touch]) -> None:
     """Refuse a step that sends to what is not admitted, or uses it before it is received.
 
-    Raises PlanError naming the inbox.
+    What is used in part is admitted no more. Raises PlanError naming the inbox.
     """
-    order = list(step)
-    for index, sent in enumerate(order):
-        if sent.kind != "send" or not sent.writes:
-            continue
-        (inbox,) = sent.writes
-        if not _is_next("admit", inbox, order[:index][::-1]):
-            raise PlanError(
-                f"{where}: {inbox} is sent to another rank, which may still use it; admit it "
-                "first, behind everything that uses it in this step"
-            )
-        if not _is_next("receive", inbox, order[index + 1 :]):
-            raise PlanError(
-                f"{where}: {inbox} is sent to, and used or left before it has arrived; receive it"
-            )
+    admitted, sent = _Spans(), _Spans()
+    for each in step:
+        actions: tuple[Action, ...] = getattr(each, "actions", ())
+        inboxes = [a.range for a in actions if isinstance(a, PeerCopy) and a.range.nbytes]
+        meets = each.kind if any(isinstance(a, Collective) for a in actions) else ""
+        for touched in (*each.reads, *each.writes):
+            if touched not in inboxes:
+                arrived = meets == "receive" and touched in each.writes
+                for early in sent.take(touched):
+                    if not (arrived and touched.contains(early)):
+                        raise _used_early(where, early)
+                admitted.take(touched)
+                if meets == "admit" and touched in each.writes:
+                    admitted.add(touched)
+        for inbox in inboxes:
+            if not admitted.covers(inbox) or sent.take(inbox):
+                raise PlanError(
+                    f"{where}: {inbox} is sent to another rank, which may still use it; admit it "
+                    "first, behind everything that uses it in this step"
+                )
+            sent.add(inbox)
+    for left in sent:
+        raise _used_early(where, left)
 
 
-def _is_next(kind: str, inbox: Range, others: Iterable[Touch]) -> bool:
-    """Whether the first of `others` that touches the inbox is of this kind, and covers it."""
-    for other in others:
-        if any(inbox.overlaps(touched) for touched in (*other.reads, *other.writes)):
-            return other.kind == kind and any(whole.contains(inbox) for whole in other.writes)
-    return False
+def _used_early(where: str, inbox: Range) -> PlanError:
+    return PlanError(
+        f"{where}: {inbox} is sent to, and used or left before it has arrived; receive it"
+    )
+
+
+class _Spans:
+    """Ranges that do not overlap, by where they begin."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ranges: list[Range] = []
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(self._ranges)
+
+    def _around(self, r: Range) -> slice:
+        """Where those stand that overlap `r`."""
+        first = bisect_right(self._starts, r.offset)
+        if first and self._ranges[first - 1].end > r.offset:
+            first -= 1
+        return slice(first, max(first, bisect_left(self._starts, r.end)))
+
+    def take(self, r: Range) -> list[Range]:
+        """Remove those that overlap `r`."""
+        if not r.nbytes:
+            return []
+        where = self._around(r)
+        found = self._ranges[where]
+        del self._ranges[where], self._starts[where]
+        return found
+
+    def add(self, r: Range) -> None:
+        """Add one that overlaps none."""
+        if r.nbytes:
+            place = bisect_left(self._starts, r.offset)
+            self._starts.insert(place, r.offset)
+            self._ranges.insert(place, r)
+
+    def covers(self, r: Range) -> bool:
+        """Whether one of them contains `r`."""
+        return any(each.contains(r) for each in self._ranges[self._around(r)])
 
 
 def _meeting(kind: str, token: Range, inboxes: Sequence[Range]) -> RangeOp:

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 CLEAR = "clear"
 CHUNK = 16  # bytes that one work item of the kernel stores
-MEMSET = 2  # cudaGraphNodeTypeMemset
+MEMSET, ALLOCATING = 2, (10, 11)  # cudaGraphNodeType
+EDGES_SINCE = 12030  # version of CUDA
 
 
 def replace_memsets(platform: Platform, kernels: Kernels, graph: int) -> None:
-    """Replace every memset of ``graph`` that sets plain zeros and has only plain edges."""
-    for node, kind in nodes_of(platform, graph):
+    """Replace every memset of ``graph`` that sets plain zeros and has only plain edges.
+
+    None where the driver is too old to be asked for edges, nor in a graph that allocates or frees
+    memory, whose nodes cannot be destroyed.
+    """
+    nodes = nodes_of(platform, graph)
+    if platform.driver.version < EDGES_SINCE or any(kind in ALLOCATING for _, kind in nodes):
+        return
+    for node, kind in nodes:
         if kind == MEMSET:
             _replace(platform, kernels, graph, node)
 

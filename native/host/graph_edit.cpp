@@ -147,7 +147,7 @@ extern "C" CUresult cuGraphAddDependencies_v2(CUgraph handle, const CUgraphNode*
         if (good) node->after.push_back(first);
     }
     const std::vector<int> places = good ? sorted(*graph) : std::vector<int>();
-    if (places.size() == graph->nodes.size()) {
+    if (good && places.size() == graph->nodes.size()) {
         reorder(*graph, places);
         return CUDA_SUCCESS;
     }

@@ -87,8 +87,8 @@ def reading(*ranges: Range) -> External:
     return External("callback", ranges, (), lambda _rank, _stream: None)
 
 
-ADMIT, SEND, RECEIVE = admit(TOKEN, INBOX), send(INBOX, MINE), receive(TOKEN, INBOX)
 HALF = Range(0, 16, F32, "half", "half")
+ADMIT, SEND, RECEIVE = admit(TOKEN, INBOX), send(INBOX, MINE), receive(TOKEN, INBOX)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,10 @@ def test_an_admitted_inbox_that_is_received_is_taken(ops):
     [
         (SEND, RECEIVE),
         (SEND, ADMIT, RECEIVE),
+        (RangeOp("shift", (MINE,), (INBOX,), (PeerCopy(INBOX, MINE),)), RECEIVE),
+        (RangeOp("admit", (), (INBOX,), ()), clear(OTHER), SEND, RECEIVE),
+        (RangeOp("admit", (), (INBOX,), (Launch("clear", (INBOX, 32), 2),)), SEND, RECEIVE),
+        (ADMIT, copy(at(2, 4), HALF), SEND, RECEIVE),
         (ADMIT, copy(OTHER, INBOX), SEND, RECEIVE),
         (ADMIT, reading(INBOX), SEND, RECEIVE),
         (ADMIT, SEND, RECEIVE, SEND, RECEIVE),
@@ -130,6 +134,9 @@ def test_an_inbox_that_is_not_admitted_is_refused(ops):
         (ADMIT, SEND, add(MINE, INBOX), RECEIVE),
         (ADMIT, SEND, reading(HALF), RECEIVE),
         (ADMIT, SEND, receive(TOKEN, HALF)),
+        (ADMIT, SEND, ADMIT, RECEIVE),
+        (ADMIT, SEND, RangeOp("receive", (), (INBOX,), ())),
+        (ADMIT, RangeOp("shift", (MINE,), (INBOX,), (PeerCopy(INBOX, MINE),)), copy(MINE, INBOX)),
     ],
 )
 def test_an_inbox_that_is_not_received_is_refused(ops):
@@ -142,3 +149,13 @@ def test_an_action_may_touch_only_what_its_op_declares():
         RangeOp("send", (), (INBOX,), (PeerCopy(INBOX, MINE),))
     with pytest.raises(PlanError, match="declares as written"):
         RangeOp("send", (MINE,), (), (PeerCopy(INBOX, MINE),))
+
+
+def test_thousands_of_inboxes_are_checked_in_passing():
+    boxes = [at(100 + k, name=f"inbox{k}") for k in range(3000)]
+    sends = [send(box, MINE) for box in boxes]
+    ops = (admit(TOKEN, *boxes), *sends, receive(TOKEN, *boxes))
+    Program.single("many", [Stage("one", Stream.UPDATE, ops)])
+    with pytest.raises(PlanError, match=r"inbox1500 .*is sent to, and used"):
+        used = (*ops[:1600], copy(OTHER, boxes[1500]), *ops[1600:])
+        Program.single("many", [Stage("one", Stream.UPDATE, used)])

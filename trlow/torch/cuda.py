@@ -17,7 +17,8 @@ import torch
 from trlow.errors import UsageError
 from trlow.program import Stream
 from trlow.replay import RUN_AHEAD
-from trlow.torch.fused import KERNELS, FusedStep, counts_one_step, covers
+from trlow.torch.course import Course, is_covered
+from trlow.torch.fused import KERNELS, FusedStep, counts_one_step
 from trlow.torch.rows import Table, alike, rows
 
 DEVICE_TO_DEVICE, BY_ADDRESS = 3, 4  # cudaMemcpyKind
@@ -39,8 +40,8 @@ class CudaSide:
 
     overlaps = True  # a bucket is reduced while the backward goes on
 
-    def __init__(self, rank: Rank, member: Member, shape: BatchShape, *, early: bool) -> None:
-        """``early``: a weight may change as soon as its gradient is ready."""
+    def __init__(self, rank: Rank, member: Member, shape: BatchShape, course: Course) -> None:
+        """On the rank's own thread; ``course`` is the same on all ranks."""
         self._platform, self._kernels = rank.platform, rank.kernels
         self._kernels.load((GATHER, *KERNELS))
         self.member = member
@@ -60,13 +61,11 @@ class CudaSide:
         self._staging = [
             [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
         ]
-        self._tables: list[Table] = []  # of gathers; those of a capture are filled behind it
+        self._tables: list[Table] = []  # of captured kernels, filled behind the capture
+        self._spare: list[Table] = []  # of the warm-up
         self._base, self._next = rank.arena.base, rank.next
-        self._fused = self._fused_step()
-        # Whether the step itself adds the peer's gradients to what it reads.
-        self.adds = self._fused is not None and not member.scales and not member.widens
-        self.early = early and self._fused is not None and not member.scales
-        if member.inboxes:
+        self._fused = self._fused_step(course) if course.fused else None
+        if course.copies:
             rank.reach_next()
         member.on_bucket = self._mark
 
@@ -131,12 +130,26 @@ class CudaSide:
         self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
 
     def _table(self, found: Iterator[list[int]]) -> Table:
-        """A table that is filled; in a capture, that will be."""
-        table = Table(self.member.device, found)
-        self._tables.append(table)
+        """A table that is filled; in a capture, that will be.
+
+        A capture takes one of its warm-up. Memory that it allocated itself may be what a kernel
+        ahead of it uses for something passing, which every replay would write over the table.
+        """
         if not torch.cuda.is_current_stream_capturing():
+            table = Table(self.member.device, found)
             table.fill()
-        return table
+            self._spare.append(table)
+            return table
+        wanted = torch.tensor(list(found), dtype=torch.int64)
+        for spare in self._spare:
+            if spare.takes(wanted):
+                self._spare.remove(spare)
+                self._tables.append(spare)
+                return spare
+        raise UsageError(
+            f"a capture has {len(wanted)} pieces of memory to work on, which no table of its "
+            "warm-up holds: the module's gradients lie in another way each time"
+        )
 
     def send(self, bucket: int, handle: int) -> None:
         """Direct gradients of one bucket, behind its event, to the peer's inboxes."""
@@ -165,17 +178,14 @@ class CudaSide:
         """After the captures: their kernels read tables that only now may be filled."""
         for table in self._tables:
             table.fill()
+        self._spare.clear()
 
-    def _fused_step(self) -> FusedStep | None:
-        member, optimizer = self.member, self.member.update.optimizer
-        gradients: dict[torch.Tensor, torch.Tensor] = {p: p for p in member.trainable.values()}
-        for bucket in range(len(member.buckets)):
-            gradients |= member.gradients(bucket)
-        if not covers(optimizer, gradients):
-            return None
-        adds = not member.scales and not member.widens
-        inboxes = member.inboxes if adds else None
-        return FusedStep(self._kernels, optimizer, self._table, inboxes)
+    def _fused_step(self, course: Course) -> FusedStep:
+        member = self.member
+        if not is_covered(member):
+            raise UsageError("the optimizer has changed since the step was measured")
+        inboxes = member.inboxes if course.adds else None
+        return FusedStep(self._kernels, member.update.optimizer, self._table, inboxes)
 
     def check_history(self, state: dict[str, Any]) -> None:
         """Raise ``UsageError`` for an optimizer state that the captured step cannot go on with."""
@@ -283,6 +293,7 @@ class CudaSide:
             parameter.grad = None
         self._staging.clear()
         self._tables.clear()
+        self._spare.clear()
         self._fused = None
         self._streams.clear()
         self._pool = None

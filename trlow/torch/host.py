@@ -29,8 +29,6 @@ class HostSide:
     """The torch work of one rank, enqueued on streams of the host device."""
 
     overlaps = False  # backward is one function: buckets are ready at its end
-    early = False  # and the optimizer comes behind all of them
-    adds = False  # a peer's gradients have been added by then
 
     def __init__(self, rank: Rank, member: Member, shape: BatchShape) -> None:
         self._platform = rank.platform

@@ -152,7 +152,7 @@ class Member:
         self.put(state)
         self.update.restart(history)
         with torch.no_grad():
-            for views in self._reduced:
+            for views in filter(None, self._reduced):
                 torch._foreach_zero_(views)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -232,7 +232,10 @@ class Member:
                 torch._foreach_copy_(reduced, grads)
 
     def hand_over(self, bucket: int) -> None:
-        """Reduced gradients of one bucket to where the optimizer reads them, ``.grad`` as well."""
+        """Gathered gradients of one bucket to where the optimizer reads them, and into ``.grad``.
+
+        They are sums over the ranks, except where the optimizer's kernel adds: there a rank's own.
+        """
         reduced, grads = self._reduced[bucket], self._grads[bucket]
         if grads is not reduced:
             with torch.no_grad():
@@ -242,7 +245,7 @@ class Member:
 
     def clear(self, bucket: int) -> None:
         """Where gradients are added up over several steps they begin at 0."""
-        if self.work.accumulate > 1:
+        if self.work.accumulate > 1 and self._reduced[bucket]:
             with torch.no_grad():
                 torch._foreach_zero_(self._reduced[bucket])
 

@@ -18,11 +18,11 @@ from trlow.stepping import Stepper
 from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
 from trlow.torch.buckets import DTYPES, cut, make_plan
+from trlow.torch.course import Course, course_on_gpus
 from trlow.torch.cuda import CudaSide
-from trlow.torch.direct import direct_names
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
-from trlow.torch.measure import may_update_early, readiness
+from trlow.torch.measure import readiness
 from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
 from trlow.torch.peers import ranks_copy
@@ -147,34 +147,33 @@ class StaticDataParallel:
         members = self._members
         shards = shape.cut(example)
         order = readiness(members, shape, shards)
-        early = may_update_early(members[0], shape, shards[0])
-        if self._platform.name != "host":
-            torch.cuda.empty_cache()  # the graphs have a pool of their own
         ready = {parameter.name: parameter for parameter in members[0].parameters()}
         buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
         on_host, copies, wire = self._platform.name == "host", self._copies, self._wire
-        direct = frozenset[str]()
-        if copies and wire is None and not on_host:
-            direct = direct_names(members, buckets)
-        given = tuple(ready.values()), buckets, members[0].statistics(), wire
-        plan = make_plan(*given, copies=copies, direct=direct)
+        course = Course(copies)
+        if not on_host:
+            given = members, shape, shards[0], buckets
+            course = course_on_gpus(*given, copies=copies, widens=wire is not None)
+            torch.cuda.empty_cache()  # the graphs have a pool of their own
+        statistics = members[0].statistics()
+        plan = make_plan(
+            tuple(ready.values()), buckets, statistics, wire, copies=copies, direct=course.direct
+        )
         runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
             views = partial(tensor_of, rank.arena)
-            member.adopt(views, buckets, wire, copies=copies, direct=direct)
+            member.adopt(views, buckets, wire, copies=copies, direct=course.direct)
             if on_host:
                 return HostSide(rank, member, shape)
-            return CudaSide(rank, member, shape, early=early)
+            return CudaSide(rank, member, shape, course)
 
         self._sides = runtime.together(adopt)
         gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
-        programs = [step_program(plan, self._sides, self._statistics, last=True)]
-        if self._work.accumulate > 1:
-            programs.append(step_program(plan, self._sides, self._statistics, last=False))
-        for program in programs:
+        for last in (True, False) if self._work.accumulate > 1 else (True,):
+            program = step_program(plan, self._sides, course, self._statistics, last=last)
             self._replays.append(runtime.capture(program))
         sides = self._sides
         runtime.together(lambda rank: sides[rank.index].alone(rank, sides[rank.index].settle))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from trlow.errors import UsageError
@@ -35,7 +36,9 @@ def _hindrance(platform: Platform, devices: Sequence[int], arena: str) -> str | 
         return f"it is for two ranks, not {len(devices)}: of N each would send its own N - 1 times"
     if arena == "window":
         return "a window is for NCCL's own kernels"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or "NCCL_P2P_LEVEL" in os.environ:
+        return "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL says when GPUs may reach each other"
     for device, peer in (devices, devices[::-1]):
         if not platform.reaches(device, peer):
-            return f"device {device} cannot reach the memory of device {peer}"
+            return f"device {device} does not reach the memory of device {peer} over NVLink"
     return None

@@ -60,7 +60,18 @@ class Table:
     def __init__(self, device: torch.device, found: Iterator[list[int]]) -> None:
         self._rows = torch.tensor(list(found), dtype=torch.int64)
         self._there = torch.empty_like(self._rows, device=device)
-        self.entries = len(self._rows)
+
+    @property
+    def entries(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    def takes(self, other: torch.Tensor) -> bool:
+        """Hold other rows from the next ``fill`` on, if there is just the room for them."""
+        fits = other.shape == self._rows.shape
+        if fits:
+            self._rows = other
+        return fits
 
     @property
     def address(self) -> int:

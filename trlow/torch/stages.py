@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from trlow.plan import MemoryPlan, Range
     from trlow.range_op import RangeOp
+    from trlow.torch.course import Course
     from trlow.torch.cuda import CudaSide
     from trlow.torch.host import HostSide
 
@@ -59,26 +60,31 @@ class Ranges:
 
 
 def step_program(
-    plan: MemoryPlan, sides: Sequence[CudaSide | HostSide], statistics: str, *, last: bool
+    plan: MemoryPlan,
+    sides: Sequence[CudaSide | HostSide],
+    course: Course,
+    statistics: str,
+    *,
+    last: bool,
 ) -> Program:
     """One step; without ``last`` it only adds its gradients and tells its loss."""
-    ranges, early = Ranges.of(plan), sides[0].early
-    stages = [_compute(sides, ranges)]
-    if last and ranges.token.nbytes:
+    ranges, early = Ranges.of(plan), course.early
+    stages = [_compute(sides, ranges, early=early)]
+    if last and course.copies:
         admission = admit(ranges.token, *ranges.inboxes, *ranges.direct)
         stages.insert(0, Stage("ADMIT", Stream.UPDATE, (admission,)))
     tail = [range_op.sum_all_reduce(ranges.loss)]
     if last and ranges.running.nbytes:
         tail.append(_statistics(ranges.running, statistics))
-    for group in _groups(ranges, early=early):
+    for group in _groups(ranges, course):
         at_end = group[-1] == len(ranges.gradients) - 1
         for k in group:
             if sides[0].overlaps and ranges.gradients[k].nbytes:
                 stages.append(_gather(sides, k, ranges.gradients[k]))
-            if last and ranges.token.nbytes:
+            if last and course.copies:
                 stages.append(_send(sides, k, ranges))
         if last:  # loss and statistics are in one group of NCCL with the last one
-            ops = _reduce(ranges, group, tail if at_end else (), adds=not sides[0].adds)
+            ops = _reduce(ranges, group, tail if at_end else (), course)
             stages.append(Stage(f"COMM_{group[-1]}", Stream.UPDATE, ops))
         if last and early:
             stages.append(_update_early(sides, group, ranges, beside=not at_end))
@@ -89,34 +95,35 @@ def step_program(
     return Program.single("step" if last else "micro-step", tuple(stages))
 
 
-def _groups(ranges: Ranges, *, early: bool) -> list[list[int]]:
+def _groups(ranges: Ranges, course: Course) -> list[list[int]]:
     """Buckets that are complete at the same time; each for itself if NCCL sums them.
 
     Where ranks copy they have to meet, in a kernel of NCCL. That costs the kernels beside it more
     than a small update that is early gains.
     """
-    if not ranges.token.nbytes:
+    if not course.copies:
         return [[k] for k in range(len(ranges.gradients))]
     groups: list[list[int]] = [[]]
     nbytes = 0
     for k in range(len(ranges.gradients)):
         groups[-1].append(k)
         nbytes += ranges.inboxes[k].nbytes + ranges.direct[k].nbytes
-        if early and nbytes >= MEETING_NBYTES and k < len(ranges.gradients) - 1:
+        if course.early and nbytes >= MEETING_NBYTES and k < len(ranges.gradients) - 1:
             groups.append([])
             nbytes = 0
     return groups
 
 
 def _reduce(
-    ranges: Ranges, group: Sequence[int], more: Sequence[RangeOp], *, adds: bool
+    ranges: Ranges, group: Sequence[int], more: Sequence[RangeOp], course: Course
 ) -> tuple[RangeOp, ...]:
     """The last bucket of a group, and with it all of them complete; ``more`` goes along."""
-    if not ranges.token.nbytes:
+    if not course.copies:
         return (range_op.sum_all_reduce(*(ranges.gradients[k] for k in group)), *more)
     arrived = receive(ranges.token, *ranges.received(group))
-    sums = [add(ranges.gradients[k], ranges.inboxes[k]) for k in group] if adds else []
-    return (arrived, *more, *sums)
+    if course.adds:
+        return (arrived, *more)
+    return (arrived, *more, *(add(ranges.gradients[k], ranges.inboxes[k]) for k in group))
 
 
 def _send(sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges) -> Stage:
@@ -135,11 +142,11 @@ def _send(sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges) -> Stage
     return Stage(f"SEND_{k}", Stream.UPDATE, (gathered,), work)
 
 
-def _compute(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
+def _compute(sides: Sequence[CudaSide | HostSide], ranges: Ranges, *, early: bool) -> Stage:
     def body(rank: int, stream: int) -> None:
         sides[rank].compute(stream)
 
-    reads = () if sides[0].early else ranges.weights
+    reads = () if early else ranges.weights
     written = (ranges.loss, *((ranges.running,) if ranges.running.nbytes else ()))
     also = () if sides[0].overlaps else ranges.gradients
     work = External("callback", reads, (*written, *also), body)

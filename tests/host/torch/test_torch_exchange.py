@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not t
 
 import torch_cases as cases  # noqa: E402
 from torch_exchange_cases import (  # noqa: E402, F401  the tests themselves
-    test_a_failed_step_of_copies_can_be_compiled_again,
+    test_copies_can_be_compiled_again,
     test_copies_train_to_the_bytes_of_an_all_reduce,
 )
 

@@ -10,6 +10,7 @@ from trlow.dtype import F32  # noqa: E402
 from trlow.program import Stream  # noqa: E402
 from trlow.torch import stages  # noqa: E402
 from trlow.torch.buckets import Bucket, Parameter, make_plan  # noqa: E402
+from trlow.torch.course import Course  # noqa: E402
 from trlow.torch.stages import step_program  # noqa: E402
 
 
@@ -18,16 +19,14 @@ class Side:
 
     overlaps = True
 
-    def __init__(self, early, adds):
-        self.early, self.adds = early, adds
-
 
 def program(buckets, *, early, last=True, copies=False, adds=True, direct=()):
     names = [f"p{k}" for k in range(buckets)]
     parameters = [Parameter(name, 1000, F32) for name in names]
     cut = [Bucket((name,), F32) for name in names]
     plan = make_plan(parameters, cut, {"mean": 8}, None, copies=copies, direct=direct)
-    return step_program(plan, [Side(early, adds)] * 2, "mean", last=last)
+    course = Course(copies, early, adds, early, frozenset(direct))
+    return step_program(plan, [Side()] * 2, course, "mean", last=last)
 
 
 def before(found):

@@ -1,0 +1,75 @@
+"""How a step is done, decided once for all ranks from what was measured of them.
+
+Where ranks copy nothing has to lie in one byte range. Gathering a gradient costs as much memory
+traffic as sending it, so what is large is sent ``direct``, from where autograd leaves it, and read
+there by the optimizer's kernel, which adds what the peer has sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trlow.torch.fused import covers
+from trlow.torch.measure import may_update_early
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from trlow.torch.batches import BatchShape
+    from trlow.torch.buckets import Bucket
+    from trlow.torch.member import Member
+
+DIRECT_NBYTES = 64 << 10
+LAST_NBYTES = 1 << 20  # in the last bucket, whose copies hide behind nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What all ranks do alike."""
+
+    copies: bool = False  # gradients are sent by copy engines
+    fused: bool = False  # the optimizer's step is a kernel of trlow's
+    adds: bool = False  # and adds the peer's gradients itself
+    early: bool = False  # a weight changes as soon as its gradient is summed
+    direct: frozenset[str] = frozenset()  # parameters whose gradients are not gathered
+
+
+def course_on_gpus(
+    members: Sequence[Member],
+    shape: BatchShape,
+    shard: list[torch.Tensor],
+    buckets: Sequence[Bucket],
+    *,
+    copies: bool,
+    widens: bool,
+) -> Course:
+    """The course of members whose step was measured; ``shard`` is a batch of the first one.
+
+    ``widens``: gradients are reduced in another dtype than the optimizer's.
+    """
+    fused = all(is_covered(member) for member in members)
+    # Clipping and a loss scale need all gradients, summed, before the first weight changes.
+    alone = fused and not members[0].scales
+    adds = alone and not widens
+    early = alone and may_update_early(members[0], shape, shard)
+    direct = frozenset[str]()
+    if copies and adds and members[0].work.accumulate == 1:
+        direct = _direct(members, buckets)
+    return Course(copies, fused, adds, early, direct)
+
+
+def is_covered(member: Member) -> bool:
+    """Whether the kernel takes the step of gradients that lie as their parameters do."""
+    itself: dict[torch.Tensor, torch.Tensor] = {p: p for p in member.trainable.values()}
+    return covers(member.update.optimizer, itself)
+
+
+def _direct(members: Sequence[Member], buckets: Sequence[Bucket]) -> frozenset[str]:
+    names = set()
+    for bucket in buckets:
+        least = LAST_NBYTES if bucket is buckets[-1] else DIRECT_NBYTES
+        names |= {name for name in bucket.names if members[0].trainable[name].nbytes >= least}
+    return frozenset(names).intersection(*(member.steady for member in members))
