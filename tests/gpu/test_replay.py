@@ -6,11 +6,19 @@ from ctypes import byref, c_int, c_void_p
 
 import numpy as np
 import pytest
+from memset_cases import (  # noqa: F401  tests that need no rank alone
+    test_a_memset_at_the_end_of_a_branch_is_joined,
+    test_a_memset_keeps_its_place_between_others,
+    test_another_value_stays_a_memset,
+    test_zeros_are_stored_by_a_kernel_and_nothing_beside_them,
+)
 
 import trlow
 from trlow import range_op
 from trlow.capture import NODE_TYPES
 from trlow.errors import RankError
+from trlow.exchange import add, admit, receive, send
+from trlow.plan import Range
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(90)]
 
@@ -112,3 +120,31 @@ def test_the_callers_device_is_as_before(runtime, small):
     runtime.arenas[1].copy_out("early")
     runtime.platform.cudart.cudaGetDevice(byref(after))
     assert before.value == after.value
+
+
+@pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
+def test_two_gpus_sum_by_copies(runtime, small, mode):
+    """Each sends the first half of a range to the second half of the other's, 20 times."""
+    half = small.early.nbytes // 2
+    mine, inbox = (
+        Range(small.early.offset + place, half, trlow.F32, name, name)
+        for place, name in ((0, "mine"), (half, "inbox"))
+    )
+    token = small.plan.range("one")
+    stages = (
+        trlow.Stage("ADMIT", trlow.Stream.UPDATE, (admit(token, inbox),)),
+        trlow.Stage("SEND", trlow.Stream.TRANS, (send(inbox, mine),)),
+        trlow.Stage("RECEIVE", trlow.Stream.UPDATE, (receive(token, inbox),)),
+        trlow.Stage("ADD", trlow.Stream.COMP_1, (add(mine, inbox),)),
+    )
+    program = trlow.Program.single("copies", stages)
+    replay = None if mode == "eager" else runtime.capture(program, mode)
+    set_gradients(runtime)
+    if replay is None:
+        runtime.eager(program, 20)
+    else:
+        replay.run(20)
+    for arena in runtime.arenas:
+        found = arena.copy_out("early")
+        assert (found[:500] == 2.0**19).all()
+        assert (found[500:] == 2.0**18).all()

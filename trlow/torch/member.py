@@ -55,7 +55,6 @@ class Member:
         self.probing = False  # a parameter becomes NaN when its gradient is ready
         self.buckets: tuple[Bucket, ...] = ()
         self.inputs: list[torch.Tensor] = []
-        self.widens = False  # gradients are reduced in another dtype than the optimizer's
         self._waiting: list[int] = []
         self._bucket_of: dict[str, int] = {}
         self.steady: frozenset[str] = frozenset()  # gradients that lie as their parameters do
@@ -106,7 +105,7 @@ class Member:
         """Move into the arena; ``view(name)`` is a tensor of the plan, flat."""
         self.buckets = buckets
         self._bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
-        self.widens = wire is not None
+        widened = wire is not None
         self._gathered, self._reduced, self._grads = [], [], []
         for bucket in buckets:
             for name in bucket.names:
@@ -120,7 +119,7 @@ class Member:
             self._reduced.append(reduced)
             self._grads.append(
                 [_like(view(master(name)), p) for name, p in mine.items()]
-                if self.widens and bucket.dtype is DTYPES[torch.float32]
+                if widened and bucket.dtype is DTYPES[torch.float32]
                 else reduced
             )
         if copies:

@@ -1,119 +1,13 @@
-"""Memsets that somebody else captures become kernels, with the same bytes in the same order."""
+"""On the host device."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-
-import trlow
-from trlow.device import Events, Streams
-from trlow.range_op import sum_all_reduce
+from memset_cases import (  # noqa: F401  the tests themselves
+    test_a_memset_at_the_end_of_a_branch_is_joined,
+    test_a_memset_keeps_its_place_between_others,
+    test_another_value_stays_a_memset,
+    test_zeros_are_stored_by_a_kernel_and_nothing_beside_them,
+)
 
 pytestmark = pytest.mark.timeout(60)
-D2D = 3
-
-
-def captured(runtime, small, body, mode="fused"):
-    """A program whose one stage is ``body(cudart, base, stream)`` on the rank's "early"."""
-    span = small.plan.range("early")
-
-    def callback(rank, stream):
-        body(runtime.platform.cudart, runtime.arenas[rank].address("early"), stream)
-
-    external = trlow.External("callback", (small.plan.range("late"),), (span,), callback)
-    stage = trlow.Stage("WORK", trlow.Stream.COMP_1, external=external)
-    return runtime.capture(trlow.Program.single("external", (stage,)), mode)
-
-
-def types_of(runtime):
-    """Node types of everything that rank 0 has captured."""
-    graphs = [each[0] for each in runtime._fused] + [runtime._staged[0]]
-    return [kind for each in graphs for found in each.nodes.values() for kind in found]
-
-
-@pytest.mark.parametrize("mode", ["fused", "staged"])
-@pytest.mark.parametrize(("first", "nbytes"), [(0, 4000), (1, 1), (3, 1), (5, 777), (16, 64)])
-def test_zeros_are_stored_by_a_kernel_and_nothing_beside_them(runtime, small, mode, first, nbytes):
-    replay = captured(
-        runtime,
-        small,
-        lambda cudart, base, stream: cudart.cudaMemsetAsync(base + first, 0, nbytes, stream),
-        mode,
-    )
-    assert "memset" not in types_of(runtime)
-    assert "kernel" in types_of(runtime)
-    for arena in runtime.arenas:
-        arena.copy_in("early", np.full(1000, np.nan, np.float32))
-    replay.run(1)
-    expected = np.full(1000, np.nan, np.float32).view(np.uint8)
-    expected[first : first + nbytes] = 0
-    for arena in runtime.arenas:
-        assert np.array_equal(arena.copy_out("early").view(np.uint8), expected)
-
-
-def test_another_value_stays_a_memset(runtime, small):
-    replay = captured(
-        runtime, small, lambda cudart, base, stream: cudart.cudaMemsetAsync(base, 1, 8, stream)
-    )
-    assert types_of(runtime).count("memset") == 1
-    replay.run(1)
-    assert (runtime.arenas[0].copy_out("early")[:2].view(np.uint8) == 1).all()
-
-
-def test_a_memset_keeps_its_place_between_others(runtime, small):
-    """Copy, clear, copy a part, clear a part: a wrong order leaves other bytes."""
-    late = runtime.arenas[0].address("late") - runtime.arenas[0].address("early")
-
-    def body(cudart, base, stream):
-        cudart.cudaMemcpyAsync(base, base + late, 96, D2D, stream)
-        cudart.cudaMemsetAsync(base, 0, 48, stream)
-        cudart.cudaMemsetAsync(base + 40, 0, 40, stream)
-        cudart.cudaMemcpyAsync(base, base + late, 24, D2D, stream)
-        cudart.cudaMemsetAsync(base + 8, 0, 4, stream)
-
-    replay = captured(runtime, small, body)
-    assert types_of(runtime).count("memcpy") == 2
-    assert "memset" not in types_of(runtime)
-    replay.run(3)
-    for rank, arena in enumerate(runtime.arenas):
-        expected = np.full(24, 10 * rank, np.float32)
-        expected[:20] = 0
-        expected[:6] = 10 * rank
-        expected[2] = 0
-        assert np.array_equal(arena.copy_out("early")[:24], expected)
-
-
-def test_a_memset_at_the_end_of_a_branch_is_joined(runtime, small):
-    """Two streams of a callback's own, each ending in a memset."""
-    events = [Events(runtime.platform) for _ in runtime.arenas]
-    streams = [None] * len(runtime.arenas)
-
-    def make(rank):
-        streams[rank.index] = Streams(runtime.platform, ["side"])
-
-    runtime.together(make)
-    span = small.plan.range("early")
-
-    def callback(rank, stream):
-        cudart, base = runtime.platform.cudart, runtime.arenas[rank].address("early")
-        side = streams[rank]["side"]
-        cudart.cudaEventRecord(events[rank]["fork"], stream)
-        cudart.cudaStreamWaitEvent(side, events[rank]["fork"], 0)
-        cudart.cudaMemsetAsync(base, 0, 40, side)
-        cudart.cudaMemsetAsync(base + 40, 0, 40, stream)
-        cudart.cudaEventRecord(events[rank]["join"], side)
-        cudart.cudaStreamWaitEvent(stream, events[rank]["join"], 0)
-
-    external = trlow.External("callback", (), (span,), callback)
-    stages = (
-        trlow.Stage("WORK", trlow.Stream.COMP_1, external=external),
-        trlow.Stage("SUM", trlow.Stream.UPDATE, (sum_all_reduce(span),)),
-    )
-    replay = runtime.capture(trlow.Program.single("branches", stages))
-    for arena in runtime.arenas:
-        arena.copy_in("early", np.ones(1000, np.float32))
-    replay.run(1)
-    for arena in runtime.arenas:
-        assert not arena.copy_out("early")[:20].any()
-        assert (arena.copy_out("early")[20:] == 4).all()
-    runtime.together(lambda rank: (events[rank.index].close(), streams[rank.index].close()))
