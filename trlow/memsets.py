@@ -1,8 +1,8 @@
 """Memsets of a captured graph, made kernels.
 
-Between two kernels of a graph a memset runs on a copy engine, and the way there and back costs some
-6 us on an H200, more where another engine copies to a peer; a kernel that stores zeros costs 2.
-Torch, cuBLAS and cuDNN clear counters and workspaces by the dozen in every step.
+Between two kernels of a graph a memset runs on a copy engine. From kernel to kernel that is 6 us in
+a trace of an H200, and 9 where an engine copies to a peer as well; with a kernel in its place it is
+2. Torch, cuBLAS and cuDNN clear counters and workspaces by the dozen in every step.
 """
 
 from __future__ import annotations
