@@ -5,6 +5,8 @@ For host/ and gpu/, which have the fixtures ``runtime`` and ``small`` each.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -87,37 +89,76 @@ def test_a_memset_keeps_its_place_between_others(runtime, small):
         assert np.array_equal(arena.copy_out("early")[:24], expected)
 
 
-def test_a_memset_at_the_end_of_a_branch_is_joined(runtime, small):
-    """Two streams of a callback's own, each ending in a memset."""
-    events = [Events(runtime.platform) for _ in runtime.arenas]
-    streams = [None] * len(runtime.arenas)
-
-    def make(rank):
-        streams[rank.index] = Streams(runtime.platform, ["side"])
-
-    runtime.together(make)
-    span = small.plan.range("early")
-
-    def callback(rank, stream):
-        cudart, base = runtime.platform.cudart, runtime.arenas[rank].address("early")
-        side = streams[rank]["side"]
-        cudart.cudaEventRecord(events[rank]["fork"], stream)
-        cudart.cudaStreamWaitEvent(side, events[rank]["fork"], 0)
-        cudart.cudaMemsetAsync(base, 0, 40, side)
-        cudart.cudaMemsetAsync(base + 40, 0, 40, stream)
-        cudart.cudaEventRecord(events[rank]["join"], side)
-        cudart.cudaStreamWaitEvent(stream, events[rank]["join"], 0)
-
-    external = trlow.External("callback", (), (span,), callback)
-    stages = (
-        trlow.Stage("WORK", trlow.Stream.COMP_1, external=external),
-        trlow.Stage("SUM", trlow.Stream.UPDATE, (sum_all_reduce(span),)),
+@contextmanager
+def side_streams(runtime):
+    """A stream and events of the test's own on each rank."""
+    made = runtime.together(
+        lambda rank: (Streams(runtime.platform, ["side"]), Events(runtime.platform))
     )
-    replay = runtime.capture(trlow.Program.single("branches", stages))
-    for arena in runtime.arenas:
-        arena.copy_in("early", np.ones(1000, np.float32))
-    replay.run(1)
-    for arena in runtime.arenas:
-        assert not arena.copy_out("early")[:20].any()
-        assert (arena.copy_out("early")[20:] == len(runtime.arenas)).all()
-    runtime.together(lambda rank: (events[rank.index].close(), streams[rank.index].close()))
+    yield [streams["side"] for streams, _ in made], [events for _, events in made]
+    runtime.together(lambda rank: [each.close() for each in made[rank.index]])
+
+
+def fork(cudart, events, name, origin, other):
+    cudart.cudaEventRecord(events[name], origin)
+    cudart.cudaStreamWaitEvent(other, events[name], 0)
+
+
+def test_two_that_wait_for_one_memset_both_come_behind_it(runtime, small):
+    """Each copies what was cleared, on a stream of its own."""
+
+    def body(cudart, base, stream, side, events):
+        cudart.cudaMemcpyAsync(base, base + late, 96, D2D, stream)
+        cudart.cudaMemsetAsync(base, 0, 48, stream)
+        fork(cudart, events, "fork", stream, side)
+        cudart.cudaMemcpyAsync(base + 400, base, 96, D2D, side)
+        cudart.cudaMemcpyAsync(base + 800, base, 96, D2D, stream)
+        fork(cudart, events, "join", side, stream)
+
+    late = runtime.arenas[0].address("late") - runtime.arenas[0].address("early")
+    with side_streams(runtime) as (sides, events):
+
+        def callback(rank, stream):
+            base = runtime.arenas[rank].address("early")
+            body(runtime.platform.cudart, base, stream, sides[rank], events[rank])
+
+        external = trlow.External("callback", (small.plan.range("late"),), (small.early,), callback)
+        stage = trlow.Stage("WORK", trlow.Stream.COMP_1, external=external)
+        replay = runtime.capture(trlow.Program.single("both", (stage,)))
+        assert "memset" not in types_of(runtime)
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("late", np.full(24, rank + 1.0, np.float32))
+        replay.run(3)
+        for rank, arena in enumerate(runtime.arenas):
+            expected = np.full(24, rank + 1.0, np.float32)
+            expected[:12] = 0
+            found = arena.copy_out("early")
+            for first in (0, 100, 200):
+                assert np.array_equal(found[first : first + 24], expected)
+
+
+def test_a_memset_at_the_end_of_a_branch_is_joined(runtime, small):
+    """Two streams, each ending in a memset, ahead of a collective."""
+    span = small.early
+    with side_streams(runtime) as (sides, events):
+
+        def callback(rank, stream):
+            cudart, base = runtime.platform.cudart, runtime.arenas[rank].address("early")
+            fork(cudart, events[rank], "fork", stream, sides[rank])
+            cudart.cudaMemsetAsync(base, 0, 40, sides[rank])
+            cudart.cudaMemsetAsync(base + 40, 0, 40, stream)
+            fork(cudart, events[rank], "join", sides[rank], stream)
+
+        external = trlow.External("callback", (), (span,), callback)
+        stages = (
+            trlow.Stage("WORK", trlow.Stream.COMP_1, external=external),
+            trlow.Stage("SUM", trlow.Stream.UPDATE, (sum_all_reduce(span),)),
+        )
+        replay = runtime.capture(trlow.Program.single("branches", stages))
+        assert "memset" not in types_of(runtime)
+        for arena in runtime.arenas:
+            arena.copy_in("early", np.ones(1000, np.float32))
+        replay.run(1)
+        for arena in runtime.arenas:
+            assert not arena.copy_out("early")[:20].any()
+            assert (arena.copy_out("early")[20:] == len(runtime.arenas)).all()

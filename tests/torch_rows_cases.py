@@ -156,6 +156,7 @@ def test_a_step_with_inboxes_is_one_with_the_sum(bench, name, shift):
 def test_groups_have_numbers_of_their_own_in_every_bucket(bench):
     def grouped(mine):
         groups = [{"params": mine[:2], "weight_decay": 0.5}, {"params": mine[2:], "eps": 1e-2}]
+        groups.append({"params": []})
         return torch.optim.AdamW(groups, **ADAMS)
 
     mine, other = parameters(bench.device), parameters(bench.device)

@@ -81,27 +81,30 @@ class Touch(Protocol):
 def check_order(where: str, step: Iterable[Touch]) -> None:
     """Refuse a step that sends to what is not admitted, or uses it before it is received.
 
-    What is used in part is admitted no more. Raises PlanError naming the inbox.
+    What is sent has to lie in one range that was admitted, and in one that is received; what is
+    used in part is admitted no more. Raises PlanError naming the inbox.
     """
     admitted, sent = _Spans(), _Spans()
     for each in step:
         actions: tuple[Action, ...] = getattr(each, "actions", ())
         inboxes = [a.range for a in actions if isinstance(a, PeerCopy) and a.range.nbytes]
-        meets = each.kind if any(isinstance(a, Collective) for a in actions) else ""
-        for touched in (*each.reads, *each.writes):
-            if touched not in inboxes:
-                arrived = meets == "receive" and touched in each.writes
-                for early in sent.take(touched):
-                    if not (arrived and touched.contains(early)):
-                        raise _used_early(where, early)
-                admitted.take(touched)
-                if meets == "admit" and touched in each.writes:
-                    admitted.add(touched)
+        tokens = [a.range for a in actions if isinstance(a, Collective)]
+        meets = each.kind if tokens and each.kind in {"admit", "receive"} else ""
+        # A meeting declares that it reads what it only lets others use.
+        reads = () if meets else each.reads
+        for touched in (*reads, *(r for r in each.writes if r not in inboxes)):
+            named = bool(meets) and touched not in tokens
+            for early in sent.take(touched):
+                if not (named and meets == "receive" and touched.contains(early)):
+                    raise _used_early(where, early)
+            admitted.take(touched)
+            if named and meets == "admit":
+                admitted.add(touched)
         for inbox in inboxes:
             if not admitted.covers(inbox) or sent.take(inbox):
                 raise PlanError(
                     f"{where}: {inbox} is sent to another rank, which may still use it; admit it "
-                    "first, behind everything that uses it in this step"
+                    "first, in one range and behind everything that uses it in this step"
                 )
             sent.add(inbox)
     for left in sent:
@@ -110,7 +113,8 @@ def check_order(where: str, step: Iterable[Touch]) -> None:
 
 def _used_early(where: str, inbox: Range) -> PlanError:
     return PlanError(
-        f"{where}: {inbox} is sent to, and used or left before it has arrived; receive it"
+        f"{where}: {inbox} is sent to, and used or left before it has arrived; receive it, in one "
+        "range"
     )
 
 

@@ -27,10 +27,10 @@ EDGES_SINCE = 12030  # version of CUDA
 
 
 def replace_memsets(platform: Platform, kernels: Kernels, graph: int) -> None:
-    """Replace every memset of ``graph`` that sets plain zeros and has only plain edges.
+    """Replace every memset of ``graph`` that sets one row to 0 and has only plain edges.
 
-    None where the driver is too old to be asked for edges, nor in a graph that allocates or frees
-    memory, whose nodes cannot be destroyed.
+    Child graphs stay as they are. None is replaced where the driver is too old to be asked for
+    edges, nor in a graph that allocates or frees memory, whose nodes cannot be destroyed.
     """
     nodes = nodes_of(platform, graph)
     if platform.driver.version < EDGES_SINCE or any(kind in ALLOCATING for _, kind in nodes):

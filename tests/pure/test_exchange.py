@@ -87,7 +87,9 @@ def reading(*ranges: Range) -> External:
     return External("callback", ranges, (), lambda _rank, _stream: None)
 
 
-HALF = Range(0, 16, F32, "half", "half")
+HALF, REST = Range(0, 16, F32, "half", "half"), Range(16, 16, F32, "rest", "rest")
+BOTH = admit(TOKEN, INBOX, OTHER)
+TWICE = (PeerCopy(INBOX, MINE), PeerCopy(OTHER, INBOX))  # the second reads what the first writes
 ADMIT, SEND, RECEIVE = admit(TOKEN, INBOX), send(INBOX, MINE), receive(TOKEN, INBOX)
 
 
@@ -115,6 +117,9 @@ def test_an_admitted_inbox_that_is_received_is_taken(ops):
         (RangeOp("admit", (), (INBOX,), ()), clear(OTHER), SEND, RECEIVE),
         (RangeOp("admit", (), (INBOX,), (Launch("clear", (INBOX, 32), 2),)), SEND, RECEIVE),
         (ADMIT, copy(at(2, 4), HALF), SEND, RECEIVE),
+        (ADMIT, send(TOKEN, at(1, 1)), RECEIVE),
+        (BOTH, RangeOp("shift", (MINE, INBOX), (INBOX, OTHER), TWICE), RECEIVE),
+        (admit(TOKEN, HALF, REST), SEND, RECEIVE),
         (ADMIT, copy(OTHER, INBOX), SEND, RECEIVE),
         (ADMIT, reading(INBOX), SEND, RECEIVE),
         (ADMIT, SEND, RECEIVE, SEND, RECEIVE),
@@ -123,7 +128,7 @@ def test_an_admitted_inbox_that_is_received_is_taken(ops):
     ],
 )
 def test_an_inbox_that_is_not_admitted_is_refused(ops):
-    with pytest.raises(PlanError, match=r"inbox .*is sent to another rank.*admit it first"):
+    with pytest.raises(PlanError, match=r"(inbox|token) .*is sent to another rank.*admit it first"):
         program(*ops)
 
 
@@ -135,6 +140,7 @@ def test_an_inbox_that_is_not_admitted_is_refused(ops):
         (ADMIT, SEND, reading(HALF), RECEIVE),
         (ADMIT, SEND, receive(TOKEN, HALF)),
         (ADMIT, SEND, ADMIT, RECEIVE),
+        (ADMIT, SEND, receive(TOKEN, HALF, REST)),
         (ADMIT, SEND, RangeOp("receive", (), (INBOX,), ())),
         (ADMIT, RangeOp("shift", (MINE,), (INBOX,), (PeerCopy(INBOX, MINE),)), copy(MINE, INBOX)),
     ],

@@ -148,7 +148,8 @@ class CudaSide:
                 return spare
         raise UsageError(
             f"a capture has {len(wanted)} pieces of memory to work on, which no table of its "
-            "warm-up holds: the module's gradients lie in another way each time"
+            "warm-up holds: the module's gradients lie in memory in another way each time, and a "
+            "graph needs one"
         )
 
     def send(self, bucket: int, handle: int) -> None:

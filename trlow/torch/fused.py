@@ -109,6 +109,8 @@ class FusedStep:
 
     def _words(self, group: dict[str, Any]) -> list[torch.Tensor]:
         """What the kernel is told of a group, between the bases and the table."""
+        if not group["params"]:
+            return []  # torch takes a step of nothing
         decay = group["weight_decay"]
         if self._name == ADAM:
             decoupled = group.get("decoupled_weight_decay", False)

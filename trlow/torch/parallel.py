@@ -75,9 +75,9 @@ class StaticDataParallel:
         gradients averaged over those steps. ``clip_norm`` is the largest global norm of a gradient.
         ``statistics`` says what becomes of running batch-norm statistics: "mean" over ranks after
         each batch, or those of "rank0". ``exchange`` says how gradients are summed: "nccl" by its
-        all-reduce, "copy" by copy engines and the optimizer's kernel (two ranks; a second place for
-        every gradient), "auto" so on two GPUs that reach each other. Raises ``UsageError``,
-        ``SettingsError``, ``LibraryError``.
+        all-reduce, "copy" by copy engines and a kernel (two ranks; where that is the kernel of the
+        step ``.grad`` is a rank's own share), "auto" so on two GPUs that reach each other. Raises
+        ``UsageError``, ``SettingsError``, ``LibraryError``.
         """
         self.settings = settings or Settings()
         check_choice("wire", wire, WIRES)

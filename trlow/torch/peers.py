@@ -9,11 +9,12 @@ from trlow.errors import UsageError
 from trlow.torch.work import check_choice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trlow.device import Platform
 
 EXCHANGES = ("auto", "nccl", "copy")
+NO_PEERS = {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}
 
 
 def ranks_copy(asked: str, platform: Platform, devices: Sequence[int], arena: str) -> bool:
@@ -25,19 +26,23 @@ def ranks_copy(asked: str, platform: Platform, devices: Sequence[int], arena: st
     check_choice("exchange", asked, EXCHANGES)
     if asked == "nccl":
         return False
-    reason = _hindrance(platform, devices, arena)
+    reason = _hindrance(platform, devices, arena, os.environ)
     if asked == "copy" and reason is not None:
         raise UsageError(f"exchange='copy': {reason}; use 'nccl' or 'auto'")
     return reason is None and (asked == "copy" or platform.name != "host")
 
 
-def _hindrance(platform: Platform, devices: Sequence[int], arena: str) -> str | None:
+def _hindrance(
+    platform: Platform, devices: Sequence[int], arena: str, environment: Mapping[str, str]
+) -> str | None:
     if len(devices) != 2:
         return f"it is for two ranks, not {len(devices)}: of N each would send its own N - 1 times"
     if arena == "window":
         return "a window is for NCCL's own kernels"
-    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or "NCCL_P2P_LEVEL" in os.environ:
-        return "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL says when GPUs may reach each other"
+    if platform.name != "host":
+        for name, values in NO_PEERS.items():
+            if environment.get(name) in values:
+                return f"{name}={environment[name]} says that GPUs may not reach each other"
     for device, peer in (devices, devices[::-1]):
         if not platform.reaches(device, peer):
             return f"device {device} does not reach the memory of device {peer} over NVLink"

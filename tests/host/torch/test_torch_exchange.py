@@ -14,6 +14,7 @@ from torch_exchange_cases import (  # noqa: E402, F401  the tests themselves
 
 from trlow.errors import UsageError  # noqa: E402
 from trlow.torch import StaticDataParallel  # noqa: E402
+from trlow.torch.peers import NO_PEERS, ranks_copy  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,3 +58,58 @@ def test_copies_where_there_can_be_none_are_refused_with_the_reason(ranks, setti
 def test_an_unknown_exchange_is_refused_with_those_that_are_known():
     with pytest.raises(UsageError, match="exchange='p2p': choose one of auto, nccl, copy"):
         static_of(exchange="p2p")
+
+
+class Gpus:
+    """What is asked of a platform, with one answer for every pair."""
+
+    name = "cuda"
+
+    def __init__(self, *, reach=True):
+        self.reach = reach
+
+    def reaches(self, device, peer):
+        return self.reach and device != peer
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in NO_PEERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_two_gpus_that_reach_each_other_copy_unless_told_otherwise():
+    assert ranks_copy("auto", Gpus(), (0, 1), "plain")
+    assert ranks_copy("copy", Gpus(), (2, 5), "plain")
+    assert not ranks_copy("nccl", Gpus(), (0, 1), "plain")
+    assert not ranks_copy("auto", Gpus(), (0,), "plain")
+    assert not ranks_copy("auto", Gpus(), (0, 1, 2), "plain")
+    assert not ranks_copy("auto", Gpus(), (0, 1), "window")
+
+
+def test_gpus_that_do_not_reach_each_other_sum_by_nccl():
+    apart = Gpus(reach=False)
+    assert not ranks_copy("auto", apart, (0, 1), "plain")
+    with pytest.raises(UsageError, match="device 0 does not reach the memory of device 1"):
+        ranks_copy("copy", apart, (0, 1), "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "forbids"),
+    [
+        ("NCCL_P2P_DISABLE", "1", True),
+        ("NCCL_P2P_DISABLE", "0", False),
+        ("NCCL_P2P_DISABLE", "", False),
+        ("NCCL_P2P_LEVEL", "LOC", True),
+        ("NCCL_P2P_LEVEL", "NVL", False),
+        ("NCCL_P2P_LEVEL", "SYS", False),
+    ],
+)
+def test_what_forbids_nccl_to_reach_a_peer_forbids_copies(monkeypatch, name, value, forbids):
+    monkeypatch.setenv(name, value)
+    assert ranks_copy("auto", Gpus(), (0, 1), "plain") is not forbids
+    if forbids:
+        with pytest.raises(UsageError, match=f"{name}={value} says"):
+            ranks_copy("copy", Gpus(), (0, 1), "plain")
+    with static_of(exchange="copy") as static:  # on the host device there is nothing to forbid
+        assert static.exchange == "copy"
