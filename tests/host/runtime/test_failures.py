@@ -14,6 +14,7 @@ import trlow
 from trlow import range_op
 from trlow.device import Platform
 from trlow.errors import CaptureError, RankError, TrlowError, UsageError
+from trlow.exchange import add, admit, receive, send
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -175,11 +176,59 @@ ACQUIRING = (
     "ncclGroupEnd",
     "ncclAllReduce",
 )
+COPYING = (
+    "cudaDeviceEnablePeerAccess",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+    "cudaStreamEndCapture",
+    "cudaGraphGetNodes",
+    "cudaGraphNodeGetType",
+    "cuGraphMemsetNodeGetParams",
+    "cuGraphNodeGetDependencies_v2",
+    "cuGraphNodeGetDependentNodes_v2",
+    "cuGraphAddKernelNode_v2",
+    "cuGraphAddDependencies_v2",
+    "cuGraphDestroyNode",
+    "cudaGraphInstantiate",
+    "ncclAllReduce",
+)
 LIVE = (b"streams", b"events", b"graphs", b"execs", b"allocations", b"pinned", b"comms", b"modules")
 
 
-@pytest.mark.parametrize("function", ACQUIRING)
-def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, function):
+def feeding(runtime, small):
+    return runtime.capture(small.feed_program()), lambda rank, step, slot: None
+
+
+def copying(runtime, small):
+    """Ranks send each other a part of what a callback has partly cleared."""
+    half = small.early.nbytes // 2
+    first, inbox = (
+        trlow.Range(small.early.offset + place, half, trlow.F32, name, name)
+        for place, name in ((0, "first"), (half, "inbox"))
+    )
+    token = small.plan.range("one")
+
+    def callback(rank, stream):
+        base = runtime.arenas[rank].address(first)
+        runtime.platform.cudart.cudaMemsetAsync(base, 0, 400, stream)
+        runtime.platform.cudart.cudaMemcpyAsync(base + 400, base, 400, 3, stream)
+
+    external = trlow.External("callback", (), (first,), callback)
+    update = trlow.Stream.UPDATE
+    stages = (
+        trlow.Stage("ADMIT", update, (admit(token, inbox),)),
+        trlow.Stage("CLEAR", trlow.Stream.COMP_1, external=external),
+        trlow.Stage("SEND", update, (send(inbox, first), receive(token, inbox))),
+        trlow.Stage("ADD", update, (add(first, inbox),)),
+    )
+    return runtime.capture(trlow.Program.single("copying", stages)), None
+
+
+@pytest.mark.parametrize(
+    ("function", "captured"),
+    [(name, feeding) for name in ACQUIRING] + [(name, copying) for name in COPYING],
+)
+def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, function, captured):
     """Fails the n-th call of ``function`` for every n that a short run reaches."""
     settings = trlow.Settings(device="host", gpus="0-1", host_devices=4, deadline_s=10.0)
     platform = Platform.open(settings)
@@ -191,8 +240,8 @@ def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, 
         failure = None
         try:
             with trlow.Runtime(settings, small.plan, platform=platform) as runtime:
-                replay = runtime.capture(small.feed_program())
-                replay.run(3, lambda rank, step, slot: None)
+                replay, fill = captured(runtime, small)
+                replay.run(3, fill)
         except TrlowError as error:
             failure = str(error)
         host.trlowHostFail(function.encode(), 0, 0)
@@ -206,7 +255,8 @@ def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, 
     with trlow.Runtime(settings, small.plan) as runtime:
         for arena in runtime.arenas:
             arena.copy_in("one", np.array([1.0], np.float32))
-        runtime.capture(small.feed_program()).run(1, lambda rank, step, slot: None)
+        replay, fill = captured(runtime, small)
+        replay.run(1, fill)
 
 
 def test_a_capture_that_another_thread_spoils_names_the_rank_whose_device_it_used(runtime, small):
