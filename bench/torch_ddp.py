@@ -12,7 +12,8 @@ alone   the no-communication step: forward, backward and optimizer of one rank i
         of the same compilation that of "same"
 ddp     DistributedDataParallel (gradient_as_bucket_view, static_graph), one process for each GPU;
         with _graph its whole step is one CUDA graph, after torch's recipe
-trlow   StaticDataParallel, all ranks in one process; with _nocomm one rank in each of two processes
+trlow   StaticDataParallel, all ranks in one process, whose two GPUs copy their gradients; with
+        _nccl NCCL sums them, with _nocomm there is one rank in each of two processes
 
 Time per step is the clock between two waits for the device over the steps between, of the slower
 process; steps are so many that a round takes --seconds. Beside it: what the issuing thread spends

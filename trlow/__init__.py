@@ -8,9 +8,9 @@
 Read in this order: region.py, plan.py, range_op.py, program.py, capture.py, replay.py.
 
 The names below are the whole public surface of the package itself; ``trlow.range_op`` makes range
-operations, ``trlow.binding`` holds the C functions, ``trlow.nn`` and ``trlow.task`` train models,
-``trlow.testing`` has strategies and invariants for tests of your own. Importing ``trlow`` loads no
-shared library.
+operations (``trlow.exchange`` those for sums by copies), ``trlow.binding`` holds the C functions,
+``trlow.nn`` and ``trlow.task`` train models, ``trlow.testing`` has strategies and invariants for
+tests of your own. Importing ``trlow`` loads no shared library.
 """
 
 from trlow import interrupt, range_op  # noqa: F401  first of all: for Ctrl-C during the rest

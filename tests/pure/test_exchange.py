@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import permutations
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trlow.dtype import BF16, F16, F32, I32, DType
 from trlow.errors import PlanError
@@ -155,6 +160,61 @@ def test_an_action_may_touch_only_what_its_op_declares():
         RangeOp("send", (), (INBOX,), (PeerCopy(INBOX, MINE),))
     with pytest.raises(PlanError, match="declares as written"):
         RangeOp("send", (MINE,), (), (PeerCopy(INBOX, MINE),))
+
+
+OPS = (
+    *(ADMIT, admit(TOKEN, HALF), admit(TOKEN, REST), admit(TOKEN, HALF, OTHER)),
+    *(SEND, send(HALF, at(1, 4)), send(REST, at(1, 4)), send(OTHER, MINE), send(TOKEN, at(1, 1))),
+    *(RECEIVE, receive(TOKEN, HALF), receive(TOKEN, REST), receive(TOKEN, OTHER, INBOX)),
+    *(clear(MINE), clear(HALF), copy(MINE, INBOX), copy(OTHER, MINE), reading(REST, OTHER)),
+)
+
+
+def touched_bytes(*ranges: Range) -> set[int]:
+    return {byte for r in ranges for byte in range(r.offset, r.end)}
+
+
+def is_safe(ops: Sequence[RangeOp | External]) -> bool:
+    """Byte by byte: one that is sent to was admitted and not used since, and is received next."""
+    admitted, sent = set(), set()
+    for op in ops:
+        mine = touched_bytes(*op.reads, *op.writes)
+        if op.kind in {"admit", "receive"}:
+            token, met = touched_bytes(TOKEN), mine - touched_bytes(TOKEN)
+            if sent & (mine if op.kind == "admit" else token):
+                return False
+            sent -= met
+            admitted = (admitted - mine) | (met if op.kind == "admit" else set())
+        elif op.kind == "send":
+            into = touched_bytes(*op.writes)
+            if not into <= admitted or sent & mine:
+                return False
+            sent |= into
+            admitted -= mine
+        else:
+            if sent & mine:
+                return False
+            admitted -= mine
+    return not sent
+
+
+@given(st.lists(st.sampled_from(OPS), max_size=7))
+def test_what_is_accepted_is_safe_byte_by_byte(ops):
+    try:
+        program(*ops)
+    except PlanError:
+        return
+    assert is_safe(ops)
+
+
+@pytest.mark.parametrize("ops", list(permutations((ADMIT, SEND, RECEIVE, copy(MINE, INBOX)))))
+def test_of_all_orders_the_safe_ones_are_accepted(ops):
+    accepted = True
+    try:
+        program(*ops)
+    except PlanError:
+        accepted = False
+    assert accepted is is_safe(ops)
 
 
 def test_thousands_of_inboxes_are_checked_in_passing():
