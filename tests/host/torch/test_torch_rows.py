@@ -8,6 +8,7 @@ pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at
 
 from torch_rows_cases import (  # noqa: F401  the tests themselves
     bench,
+    test_a_step_with_inboxes_is_one_with_the_sum,
     test_an_optimizer_in_rows_is_torchs,
     test_gathered_pieces_are_the_same_bytes_and_nothing_beside,
     test_groups_have_numbers_of_their_own_in_every_bucket,
