@@ -1,0 +1,100 @@
+"""How a step is done on GPUs, decided for modules on the CPU, which need none for that."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")
+
+import torch_cases as cases  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_exchange_cases import Hooked, plain, sgd  # noqa: E402
+
+from trlow.torch import measure  # noqa: E402
+from trlow.torch.batches import BatchShape  # noqa: E402
+from trlow.torch.buckets import cut  # noqa: E402
+from trlow.torch.course import Course, course_on_gpus  # noqa: E402
+from trlow.torch.measure import readiness  # noqa: E402
+from trlow.torch.member import Member  # noqa: E402
+from trlow.torch.rows import Table, rows  # noqa: E402
+from trlow.torch.work import Work  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+ALL = {"0.weight", "2.weight", "4.weight"}  # of 64 KiB and more; all biases are small
+
+
+def three():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 256), nn.ReLU(), nn.Linear(256, 64)]
+    return nn.Sequential(*layers)
+
+
+def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False, **options):
+    given = {"autocast": None, "accumulate": 1, "clip_norm": None, "world_size": 2, **options}
+    work = Work(factory, cases.cross_entropy, optimizer, **given)
+    members = [Member(rank, torch.device("cpu"), work) for rank in range(2)]
+    (batch,) = cases.batches(1)
+    shape = BatchShape(batch, 2)
+    shards = shape.cut(batch)
+    order = readiness(members, shape, shards)
+    known = {parameter.name: parameter for parameter in members[0].parameters()}
+    found = cut([known[name] for name in order], buckets, 25 << 20)
+    return course_on_gpus(members, shape, shards[0], found, copies=copies, widens=widens)
+
+
+def test_a_plain_step_of_copies_is_fused_early_and_direct():
+    # The last bucket holds the first layer, whose weight is less than a megabyte.
+    assert course() == Course(True, True, True, True, frozenset(ALL - {"0.weight"}))
+
+
+def test_all_reduces_gather_everything():
+    assert course(copies=False) == Course(False, True, True, True, frozenset())
+
+
+def test_in_the_last_bucket_only_what_is_large_is_direct():
+    assert course(buckets=1).direct == {"2.weight"}
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"autocast": torch.float16}])
+def test_what_needs_all_gradients_is_neither_early_nor_added_by_the_kernel(options):
+    assert course(**options) == Course(True, fused=True)
+
+
+def test_a_narrow_wire_is_added_ahead_of_the_kernel():
+    assert course(widens=True) == Course(True, fused=True, early=True)
+
+
+def test_gradients_that_are_added_up_are_gathered():
+    assert course(accumulate=2) == Course(True, True, True, True, frozenset())
+
+
+@pytest.mark.parametrize("optimizer", [plain, Hooked()])
+def test_a_step_that_is_torchs_on_any_rank_is_torchs_on_all(optimizer):
+    assert course(optimizer=optimizer) == Course(True)
+
+
+def test_what_lies_otherwise_on_any_rank_is_gathered_on_all(monkeypatch):
+    def told(member):
+        return frozenset(member.trainable) - ({"2.weight"} if member.rank else set())
+
+    monkeypatch.setattr(measure, "_steady", told)
+    assert course().direct == {"4.weight"}
+
+
+def test_gradients_of_plain_layers_lie_as_their_weights_do():
+    monkey = three()
+    monkey[2].weight = nn.Parameter(monkey[2].weight.detach().t().contiguous().t())
+    assert course(lambda: copy.deepcopy(monkey)).direct == ALL - {"0.weight"}
+
+
+def test_a_table_takes_rows_of_its_own_shape_alone():
+    first, other = torch.arange(5000.0), torch.ones(5000)
+    table = Table(torch.device("cpu"), rows([(first, other)], 4))
+    swapped = torch.tensor(list(rows([(other, first)], 4)))
+    assert table.takes(swapped)
+    table.fill()
+    assert torch.equal(table._there, swapped)
+    assert not table.takes(swapped[:1])
+    assert torch.equal(table._rows, swapped)
