@@ -84,9 +84,9 @@ def test_what_lies_otherwise_on_any_rank_is_gathered_on_all(monkeypatch):
 
 
 def test_gradients_of_plain_layers_lie_as_their_weights_do():
-    monkey = three()
-    monkey[2].weight = nn.Parameter(monkey[2].weight.detach().t().contiguous().t())
-    assert course(lambda: copy.deepcopy(monkey)).direct == ALL - {"0.weight"}
+    module = three()
+    module[2].weight = nn.Parameter(module[2].weight.detach().t().contiguous().t())
+    assert course(lambda: copy.deepcopy(module)).direct == ALL - {"0.weight"}
 
 
 def test_a_table_takes_rows_of_its_own_shape_alone():
