@@ -35,6 +35,7 @@ from timed_calls import LAUNCH, TimedCalls
 
 from trlow.device import Platform
 from trlow.nn.models import MODELS
+from trlow.nodes import nodes_of
 from trlow.replay import Replay
 from trlow.settings import Settings
 from trlow.task import Task
@@ -68,17 +69,9 @@ class Topology:
 
 def topology(platform: Platform, graph: int) -> Topology:
     """The nodes and edges of a graph."""
-    cudart = platform.cudart
-    count = c_size_t()
-    cudart.cudaGraphGetNodes(graph, None, byref(count))
-    nodes = (c_void_p * count.value)()
-    cudart.cudaGraphGetNodes(graph, nodes, byref(count))
-    kinds = []
-    for node in nodes:
-        kind = c_int()
-        cudart.cudaGraphNodeGetType(node, byref(kind))
-        kinds.append(kind.value)
-    place = {node: index for index, node in enumerate(nodes)}
+    nodes = nodes_of(platform, graph)
+    kinds = [kind for _, kind in nodes]
+    place = {node: index for index, (node, _) in enumerate(nodes)}
     pairs = edges_of(platform, graph)
     if pairs is None:  # the host device does not tell its edges: a chain stands for them
         return Topology(tuple(kinds), tuple(pairwise(range(len(kinds)))))

@@ -9,7 +9,7 @@ import numpy as np
 import trlow
 from trlow.dtype import BF16, F16, F32, I32
 from trlow.range_op import mean_all_reduce
-from trlow.testing_emulation import round_bf16, widen_bf16
+from trlow.testing_bytes import round_bf16, widen_bf16
 
 COUNT = 4099
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16, "i32": I32}

@@ -88,7 +88,7 @@ class Rank:
             )
 
     def reach_next(self) -> None:
-        """Let this device write to the next rank's memory."""
+        """Let this device write to the next rank's memory, from here on."""
         if self.next is not None and self.next.device != self.device:
             cudart = self.platform.cudart
             if cudart.cudaDeviceEnablePeerAccess(self.next.device, 0):
@@ -101,6 +101,14 @@ class Rank:
     def wait(self, stream: int, key: object) -> None:
         """Make ``stream`` wait for the event named ``key``."""
         self.platform.cudart.cudaStreamWaitEvent(stream, self.events[key], 0)
+
+
+def introduce(ranks: Sequence[Rank]) -> None:
+    """Tell each rank where the next one's arena is; a single rank has none."""
+    for index, rank in enumerate(ranks):
+        after = ranks[(index + 1) % len(ranks)]
+        if after is not rank:
+            rank.next = Neighbour(after.device, after.arena.base)
 
 
 @dataclass(frozen=True, slots=True)

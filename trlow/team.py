@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trlow.closing import Closing
 from trlow.connection import Connection
 from trlow.device import check_process, forked
-from trlow.enqueue import Neighbour, Rank, Rendezvous
+from trlow.enqueue import Rank, Rendezvous, introduce
 from trlow.errors import ForeignError, RankError, UsageError
 from trlow.interop import Lent
 from trlow.joint import JointRun, Part, persist
@@ -88,11 +88,7 @@ class Team:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
         self._connection.connect(())
         self.members = self._run(self._open_rank)
-        if len(self.members) > 1:
-            for member, after in zip(
-                self.members, self.members[1:] + self.members[:1], strict=True
-            ):
-                member.next = Neighbour(after.device, after.arena.base)
+        introduce(self.members)
         self._connection.register(self._arenas)
 
     def connect(self) -> None:

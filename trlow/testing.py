@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trlow.testing_arithmetic import check_casts, check_optimizers, check_zero_rate
+from trlow.testing_bytes import initial_bytes
 from trlow.testing_device import (
     check_bytes_outside_stay,
     check_not_finite_is_seen,
@@ -29,7 +30,7 @@ from trlow.testing_device import (
     check_ranks_end_equal,
     check_sums_of_ranks,
 )
-from trlow.testing_emulation import emulate, initial_bytes
+from trlow.testing_emulation import emulate
 from trlow.testing_plan import (
     check_adding_moves_only_what_lies_behind,
     check_alignment,

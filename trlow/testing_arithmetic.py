@@ -17,7 +17,7 @@ from trlow.plan import MemoryPlan, Range
 from trlow.program import Program
 from trlow.runtime import Runtime
 from trlow.settings import Settings
-from trlow.testing_emulation import Floats, load, read, round_bf16
+from trlow.testing_bytes import Floats, load, read, round_bf16
 from trlow.testing_plan import require
 from trlow.testing_slots import OPTIMIZERS, Slots, one_stage_each, prepared, run, update_of
 

@@ -17,7 +17,7 @@ from trlow.plan import MemoryPlan, Range
 from trlow.program import Program
 from trlow.runtime import Runtime
 from trlow.settings import Settings
-from trlow.testing_emulation import Bytes, initial_bytes, load, read, store
+from trlow.testing_bytes import Bytes, initial_bytes, load, read, store
 from trlow.testing_plan import require
 from trlow.testing_slots import (
     Slots,

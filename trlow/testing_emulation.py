@@ -8,65 +8,19 @@ has to be rounded depends on the order of its terms: `emulate` tells whether the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trlow.action import Collective, Launch, PeerCopy, RangeOp
-from trlow.dtype import BF16, F16, F32, U8, DType
-from trlow.plan import MemoryPlan, Range
+from trlow.dtype import DType
+from trlow.plan import Range
 from trlow.program import Program
+from trlow.testing_bytes import MANTISSA, Bytes, load, read, rounded, store
 
-__all__ = [
-    "Bytes",
-    "Floats",
-    "emulate",
-    "initial_bytes",
-    "load",
-    "read",
-    "round_bf16",
-    "store",
-    "whole",
-    "widen_bf16",
-]
+__all__ = ["External", "emulate"]
 
-Bytes = NDArray[np.uint8]  # one rank's arena
-Floats = NDArray[np.float32]
 External = Callable[[int, Bytes], None]  # (rank, its arena): what an external stage does there
-
-_MANTISSA = {F32: 24, F16: 11, BF16: 8}  # bits, the hidden one too
-_FACTORS = (1.0, 0.5, -1.0, 2.0, 0.25)  # of scalars: products with few-bit numbers stay exact
-
-
-def whole(plan: MemoryPlan) -> Range:
-    """Return the whole arena as bytes."""
-    return Range(0, plan.arena_nbytes, U8, "arena", "arena")
-
-
-def read(state: Bytes, r: Range) -> NDArray[Any]:
-    """Return a view of a range in its numpy type."""
-    return state[r.offset : r.end].view(r.dtype.numpy)
-
-
-def initial_bytes(plan: MemoryPlan, rank: int, seed: int = 0) -> Bytes:
-    """Return an arena of numbers with few bits, other ones on every rank, and pads of 0.
-
-    One float32 alone is a factor, a power of two, and equal on all ranks; integers are 0 or 1.
-    """
-    generator = np.random.default_rng([seed, rank])
-    shared = np.random.default_rng(seed)
-    state = np.zeros(plan.arena_nbytes, np.uint8)
-    for tensor in plan.tensors:
-        r = plan.range(tensor.name)
-        if r.dtype not in _MANTISSA:
-            read(state, r)[:] = shared.integers(0, 2, r.count)
-        elif r.dtype == F32 and r.count == 1:
-            read(state, r)[:] = shared.choice(_FACTORS)
-        else:
-            limit = 8 if r.dtype == F32 else 4
-            store(state, r, generator.integers(-limit + 1, limit, r.count).astype(np.float32))
-    return state
 
 
 def emulate(
@@ -91,43 +45,6 @@ def emulate(
                     for rank, state in enumerate(states):
                         (externals or {})[stage.name](rank, state)
     return exact
-
-
-def round_bf16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
-    """Round float32 bits to bfloat16 bits, to nearest even; a NaN becomes a quiet one."""
-    wide = bits.astype(np.uint64)
-    rounded = (wide + 0x7FFF + ((wide >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(is_nan, quiet, rounded).astype(np.uint16)
-
-
-def widen_bf16(bits: NDArray[np.uint16]) -> Floats:
-    """Return the float32 numbers that bfloat16 bits stand for."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def load(state: Bytes, r: Range) -> Floats:
-    """Return a range's numbers in float32."""
-    values = read(state, r)
-    return widen_bf16(values) if r.dtype == BF16 else values.astype(np.float32)
-
-
-def store(state: Bytes, r: Range, values: Floats) -> bool:
-    """Round to the range's dtype; tell whether all stored numbers are finite."""
-    read(state, r)[:] = _encoded(values, r.dtype)
-    return bool(np.isfinite(load(state, r)).all())
-
-
-def _encoded(values: Floats, dtype: DType) -> NDArray[Any]:
-    if dtype == BF16:
-        return round_bf16(np.ascontiguousarray(values, np.float32).view(np.uint32))
-    return values.astype(dtype.numpy)
-
-
-def _rounded(values: Floats, dtype: DType) -> Floats:
-    encoded = _encoded(values, dtype)
-    return widen_bf16(encoded) if dtype == BF16 else encoded.astype(np.float32)
 
 
 def _clear(op: RangeOp, states: Sequence[Bytes]) -> bool:
@@ -174,14 +91,14 @@ def _premultiply(r: Range, how: Collective, states: Sequence[Bytes]) -> bool:
     A product that has to be rounded may be fused with the addition on a device.
     """
     exact = True
-    if how.op == "sum" or (how.op == "avg" and r.dtype not in _MANTISSA):
+    if how.op == "sum" or (how.op == "avg" and r.dtype not in MANTISSA):
         return True
     for state in states:
-        if r.dtype not in _MANTISSA and how.factor is not None:
+        if r.dtype not in MANTISSA and how.factor is not None:
             read(state, r)[:] *= read(state, how.factor)
             continue
         if how.factor is None:
-            factor = _rounded(np.array([1 / len(states)], np.float32), r.dtype)
+            factor = rounded(np.array([1 / len(states)], np.float32), r.dtype)
         else:
             factor = load(state, how.factor)
         wanted = load(state, r).astype(np.float64) * factor
@@ -191,7 +108,7 @@ def _premultiply(r: Range, how: Collective, states: Sequence[Bytes]) -> bool:
 
 
 def _sum(r: Range, how: Collective, states: Sequence[Bytes]) -> bool:
-    if r.dtype not in _MANTISSA:
+    if r.dtype not in MANTISSA:
         total = np.sum([read(state, r) for state in states], axis=0, dtype=r.dtype.numpy)
         for state in states:
             read(state, r)[:] = np.trunc(total / len(states)) if how.op == "avg" else total
@@ -216,7 +133,7 @@ def _sums_exactly(values: NDArray[np.float64], dtype: DType) -> bool:
     integers = np.abs(mantissa * 2.0**24).astype(np.int64)
     lowest = np.where(integers, (integers & -integers) * 2.0 ** (exponent - 24.0), np.inf)
     unit = lowest.min(axis=0, initial=np.inf)
-    return bool((np.abs(values).sum(axis=0) < unit * 2.0 ** _MANTISSA[dtype]).all())
+    return bool((np.abs(values).sum(axis=0) < unit * 2.0 ** MANTISSA[dtype]).all())
 
 
 def _broadcast(op: RangeOp, states: Sequence[Bytes]) -> bool:

@@ -24,7 +24,8 @@ from trlow.range_op import Collective, mean_all_reduce, scale
 from trlow.region import bucket_table
 from trlow.runtime import Runtime
 from trlow.settings import Settings
-from trlow.testing_emulation import Bytes, External, emulate, initial_bytes, store, whole
+from trlow.testing_bytes import Bytes, initial_bytes, store, whole
+from trlow.testing_emulation import External, emulate
 from trlow.testing_plan import require
 from trlow.testing_slots import MODES, Start, prepared, run
 

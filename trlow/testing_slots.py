@@ -11,7 +11,7 @@ from trlow.program import Program, Stage, Stream
 from trlow.range_op import RangeOp
 from trlow.region import Region, RegionTable
 from trlow.runtime import Runtime
-from trlow.testing_emulation import Bytes, whole
+from trlow.testing_bytes import Bytes, whole
 
 __all__ = [
     "MODES",

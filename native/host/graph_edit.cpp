@@ -22,11 +22,23 @@ static int place_of(const Graph& graph, const GraphNode* node) {
     return -1;
 }
 
-static int answer(const std::vector<CUgraphNode>& found, CUgraphNode* nodes,
-                  CUgraphEdgeData* edges, size_t* count) {
-    if (count == nullptr) return kInvalidValue;
+// The nodes that a node depends on, or those that depend on it.
+static int neighbours(CUgraphNode handle, bool before, CUgraphNode* nodes, CUgraphEdgeData* edges,
+                      size_t* count) {
+    const Lock lock(state().mutex);
+    const GraphNode* node = find_node(handle);
+    const auto graph = graph_of(node);
+    if (!graph || count == nullptr) return kInvalidValue;
+    const int place = place_of(*graph, node);
+    std::vector<const GraphNode*> found;
+    for (std::size_t i = 0; i < graph->nodes.size(); ++i) {
+        const GraphNode* other = graph->nodes[i].get();
+        const auto& later = before ? node->after : other->after;
+        const int earlier = before ? static_cast<int>(i) : place;
+        if (std::find(later.begin(), later.end(), earlier) != later.end()) found.push_back(other);
+    }
     for (std::size_t i = 0; nodes != nullptr && i < std::min(*count, found.size()); ++i) {
-        nodes[i] = found[i];
+        nodes[i] = reinterpret_cast<CUgraphNode>(const_cast<GraphNode*>(found[i]));
         if (edges != nullptr) edges[i] = {};
     }
     *count = found.size();
@@ -49,40 +61,20 @@ extern "C" CUresult cuGraphMemsetNodeGetParams(CUgraphNode handle,
 }
 
 TRLOW_ENTRY(cuGraphNodeGetDependencies_v2);
-extern "C" CUresult cuGraphNodeGetDependencies_v2(CUgraphNode handle, CUgraphNode* nodes,
+extern "C" CUresult cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode* nodes,
                                                   CUgraphEdgeData* edges, size_t* count) {
     TRLOW_DRIVER(cuGraphNodeGetDependencies_v2);
-    const Lock lock(state().mutex);
-    const GraphNode* node = find_node(handle);
-    const auto graph = graph_of(node);
-    if (!graph) return driver_result(kInvalidValue);
-    std::vector<CUgraphNode> found;
-    for (const int index : node->after) {
-        found.push_back(
-            reinterpret_cast<CUgraphNode>(graph->nodes[static_cast<std::size_t>(index)].get()));
-    }
-    return driver_result(answer(found, nodes, edges, count));
+    return driver_result(neighbours(node, true, nodes, edges, count));
 }
 
 TRLOW_ENTRY(cuGraphNodeGetDependentNodes_v2);
-extern "C" CUresult cuGraphNodeGetDependentNodes_v2(CUgraphNode handle, CUgraphNode* nodes,
+extern "C" CUresult cuGraphNodeGetDependentNodes_v2(CUgraphNode node, CUgraphNode* nodes,
                                                     CUgraphEdgeData* edges, size_t* count) {
     TRLOW_DRIVER(cuGraphNodeGetDependentNodes_v2);
-    const Lock lock(state().mutex);
-    const GraphNode* node = find_node(handle);
-    const auto graph = graph_of(node);
-    if (!graph) return driver_result(kInvalidValue);
-    const int place = place_of(*graph, node);
-    std::vector<CUgraphNode> found;
-    for (const auto& other : graph->nodes) {
-        if (std::find(other->after.begin(), other->after.end(), place) != other->after.end()) {
-            found.push_back(reinterpret_cast<CUgraphNode>(other.get()));
-        }
-    }
-    return driver_result(answer(found, nodes, edges, count));
+    return driver_result(neighbours(node, false, nodes, edges, count));
 }
 
-// Puts the nodes into the order in `places`; an index of -1 in `to` is a node that goes.
+// Puts the nodes into the order of `places`; those that are not in it go.
 static void reorder(Graph& graph, const std::vector<int>& places) {
     std::vector<int> to(graph.nodes.size(), -1);
     for (std::size_t i = 0; i < places.size(); ++i) {

@@ -30,7 +30,7 @@ from trlow.testing import (
     initial_bytes,
     small_plan,
 )
-from trlow.testing_emulation import read, round_bf16, store, widen_bf16
+from trlow.testing_bytes import read, round_bf16, store, widen_bf16
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -128,6 +128,7 @@ def test_an_admitted_inbox_that_is_received_is_taken(ops):
         (ADMIT, copy(OTHER, INBOX), SEND, RECEIVE),
         (ADMIT, reading(INBOX), SEND, RECEIVE),
         (ADMIT, SEND, RECEIVE, SEND, RECEIVE),
+        (ADMIT, SEND, send(INBOX, OTHER), RECEIVE),
         (admit(TOKEN, OTHER), SEND, RECEIVE),
         (admit(TOKEN, HALF), SEND, RECEIVE),
     ],

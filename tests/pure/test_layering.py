@@ -31,6 +31,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("order",),
     ("program",),
     ("testing_plan", "testing_strategies"),
+    ("testing_bytes",),
     ("testing_program", "testing_random", "testing_emulation"),
     # the foreign tower
     ("binding.prototype",),
@@ -68,7 +69,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("torch.member",),
     ("torch.measure", "torch.host", "torch.rates"),
     ("torch.course",),
-    ("torch.cuda",),
+    ("torch.cuda", "torch.blueprint"),
     ("torch.stages",),
     ("torch.parallel",),
     ("torch",),

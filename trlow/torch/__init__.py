@@ -4,9 +4,10 @@ PyTorch computes; trlow plans, captures, communicates and replays. Each rank's f
 optimizer step are captured on the rank's own thread, gradients are gathered into byte ranges and
 reduced beside the rest of the backward, and a step is one graph launch for each GPU.
 
-    batches -> buckets -> stages -> parallel       what is static, from a batch to a program
-    work, member, update                           the torch work of one rank
-    cuda, host                                     how it gets onto streams
+    measure -> course -> blueprint -> stages    what is static, from an example batch to a program
+    work, member, update, fused, rows           the torch work of one rank
+    cuda, host                                  how it gets onto streams
+    parallel                                    what a caller sees of all this
 """
 
 from trlow.torch.loss import Loss

@@ -156,22 +156,7 @@ def make_plan(
     place.
     """
     known = {parameter.name: parameter for parameter in parameters}
-    regions, specs = [], []
-    for k, bucket in enumerate(buckets):
-        reduced = wire if wire is not None and bucket.dtype is F32 else bucket.dtype
-        regions += [
-            Region(f"W_BUCKET_{k}", bucket.dtype, "parameters", persistent=True),
-            Region(f"G_BUCKET_{k}", reduced, "their gradients, reduced in place"),
-            Region(f"P_BUCKET_{k}", reduced, "the peer's gradients"),
-            Region(f"D_BUCKET_{k}", reduced, "the peer's gradients that it sends directly"),
-            Region(f"H_BUCKET_{k}", bucket.dtype, "their gradients as the optimizer reads them"),
-        ]
-        specs.append(BucketSpec(f"COMM_{k}", f"G_BUCKET_{k}", f"G_BUCKET_{k}"))
-    regions.sort(key=lambda region: "WGPDH".index(region.name[0]))  # a kind is one byte range
-    regions.append(Region("B_STATISTICS", F32, "running batch-norm statistics", persistent=True))
-    regions.append(Region("R_LOSS", F32, "the loss of this batch"))
-    regions.append(Region("S_TOKEN", F32, "what ranks reduce to wait for each other"))
-    builder = PlanBuilder(RegionTable("module", tuple(regions), tuple(specs)))
+    builder = PlanBuilder(_table(buckets, wire))
     for k, bucket in enumerate(buckets):
         for name in bucket.names:
             shape = (known[name].count,)
@@ -188,3 +173,23 @@ def make_plan(
     if copies:
         builder.add("S_TOKEN", "token", (1,))
     return builder.build()
+
+
+def _table(buckets: Sequence[Bucket], wire: DType | None) -> RegionTable:
+    """Regions by kind; those that a step does without stay empty."""
+    regions, specs = [], []
+    for k, bucket in enumerate(buckets):
+        reduced = wire if wire is not None and bucket.dtype is F32 else bucket.dtype
+        regions += [
+            Region(f"W_BUCKET_{k}", bucket.dtype, "parameters", persistent=True),
+            Region(f"G_BUCKET_{k}", reduced, "their gradients, reduced in place"),
+            Region(f"P_BUCKET_{k}", reduced, "the peer's gradients"),
+            Region(f"D_BUCKET_{k}", reduced, "the peer's gradients that it sends directly"),
+            Region(f"H_BUCKET_{k}", bucket.dtype, "their gradients as the optimizer reads them"),
+        ]
+        specs.append(BucketSpec(f"COMM_{k}", f"G_BUCKET_{k}", f"G_BUCKET_{k}"))
+    regions.sort(key=lambda region: "WGPDH".index(region.name[0]))  # a kind is one byte range
+    regions.append(Region("B_STATISTICS", F32, "running batch-norm statistics", persistent=True))
+    regions.append(Region("R_LOSS", F32, "the loss of this batch"))
+    regions.append(Region("S_TOKEN", F32, "what ranks reduce to wait for each other"))
+    return RegionTable("module", tuple(regions), tuple(specs))

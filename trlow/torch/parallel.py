@@ -17,19 +17,17 @@ from trlow.settings import Settings
 from trlow.stepping import Stepper
 from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
-from trlow.torch.buckets import DTYPES, cut, make_plan
-from trlow.torch.course import Course, course_on_gpus
+from trlow.torch.blueprint import draw
 from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
-from trlow.torch.measure import readiness
 from trlow.torch.member import Member
 from trlow.torch.payload import Payload, Ready
 from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
-from trlow.torch.stages import STATISTICS, step_program
+from trlow.torch.stages import step_program
 from trlow.torch.views import tensor_of
-from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Work, check_choice
+from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Wishes, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from trlow.enqueue import Rank
     from trlow.replay import Replay
 
-WIRES = (None, torch.bfloat16, torch.float16)
 BUCKET_NBYTES = 25 << 20
 
 
@@ -80,8 +77,7 @@ class StaticDataParallel:
         ``UsageError``, ``SettingsError``, ``LibraryError``.
         """
         self.settings = settings or Settings()
-        check_choice("wire", wire, WIRES)
-        check_choice("statistics", statistics, STATISTICS)
+        self._wishes = Wishes(buckets, bucket_nbytes, wire, statistics)
         self._platform = Platform.open(self.settings)
         devices = self.settings.devices(self._platform.device_count())
         kind = "cpu" if self._platform.name == "host" else "cuda"
@@ -94,9 +90,7 @@ class StaticDataParallel:
         ]
         for member in self._members[1:]:
             member.put(self._members[0].state())
-        self._work, self._buckets, self._bucket_nbytes = work, buckets, bucket_nbytes
-        self._wire = None if wire is None else DTYPES[wire]
-        self._statistics = statistics
+        self._work = work
         self._rates = Rates(self._members[0].update.rates)
         self._sides: list[CudaSide | HostSide] = []
         self._runtime: Runtime | None = None
@@ -146,26 +140,15 @@ class StaticDataParallel:
     ) -> None:
         members = self._members
         shards = shape.cut(example)
-        order = readiness(members, shape, shards)
-        ready = {parameter.name: parameter for parameter in members[0].parameters()}
-        buckets = cut([ready[name] for name in order], self._buckets, self._bucket_nbytes)
-        on_host, copies, wire = self._platform.name == "host", self._copies, self._wire
-        course = Course(copies)
-        if not on_host:
-            given = members, shape, shards[0], buckets
-            course = course_on_gpus(*given, copies=copies, widens=wire is not None)
-            torch.cuda.empty_cache()  # the graphs have a pool of their own
-        statistics = members[0].statistics()
-        plan = make_plan(
-            tuple(ready.values()), buckets, statistics, wire, copies=copies, direct=course.direct
-        )
+        on_host, wishes = self._platform.name == "host", self._wishes
+        drawn = draw(members, shape, shards, wishes, copies=self._copies, on_host=on_host)
+        plan, course = drawn.plan, drawn.course
         runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
             member.inputs = [leaf.to(member.device, copy=True) for leaf in shards[rank.index]]
-            views = partial(tensor_of, rank.arena)
-            member.adopt(views, buckets, wire, copies=copies, direct=course.direct)
+            drawn.move_in(member, partial(tensor_of, rank.arena))
             if on_host:
                 return HostSide(rank, member, shape)
             return CudaSide(rank, member, shape, course)
@@ -173,7 +156,7 @@ class StaticDataParallel:
         self._sides = runtime.together(adopt)
         gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
         for last in (True, False) if self._work.accumulate > 1 else (True,):
-            program = step_program(plan, self._sides, course, self._statistics, last=last)
+            program = step_program(plan, self._sides, course, wishes.statistics, last=last)
             self._replays.append(runtime.capture(program))
         sides = self._sides
         runtime.together(lambda rank: sides[rank.index].alone(rank, sides[rank.index].settle))

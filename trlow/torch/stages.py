@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from trlow.torch.host import HostSide
 
 MEETING_NBYTES = 128 << 20  # of gradients, for which ranks that copy meet before the end
-STATISTICS = ("mean", "rank0")  # what ranks do with running batch-norm statistics
 
 
 @dataclass(frozen=True, slots=True)

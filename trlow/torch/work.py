@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from trlow.errors import UsageError
 Factory = Callable[[], torch.nn.Module]
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-AUTOCASTS = (None, torch.bfloat16, torch.float16)
+AUTOCASTS = WIRES = (None, torch.bfloat16, torch.float16)
+STATISTICS = ("mean", "rank0")  # what ranks do with running batch-norm statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,21 @@ class Work:
         norm: object = self.clip_norm
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise UsageError(f"clip_norm must be a number above 0, not {norm!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How gradients travel, as the caller asked. Raises ``UsageError`` for unknown words."""
+
+    buckets: int | Sequence[Sequence[str]] | None
+    bucket_nbytes: int
+    wire: torch.dtype | None
+    statistics: str
+
+    def __post_init__(self) -> None:
+        """Refuse what is none of the choices."""
+        check_choice("wire", self.wire, WIRES)
+        check_choice("statistics", self.statistics, STATISTICS)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

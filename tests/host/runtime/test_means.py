@@ -10,7 +10,7 @@ import trlow
 from trlow.device import Platform
 from trlow.errors import TrlowError
 from trlow.range_op import MEAN_STRATEGIES
-from trlow.testing_emulation import round_bf16, widen_bf16
+from trlow.testing_bytes import round_bf16, widen_bf16
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.fixture
+def device():
+    """What tests that also run on GPUs ask for."""
+    return "host"
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")

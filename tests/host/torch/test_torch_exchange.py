@@ -20,11 +20,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def device():
-    return "host"
-
-
-@pytest.fixture
 def two():
     return cases.host(2)
 

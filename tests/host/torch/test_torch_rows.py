@@ -19,8 +19,3 @@ from torch_rows_cases import (  # noqa: F401  the tests themselves
 )
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def device():
-    return "host"

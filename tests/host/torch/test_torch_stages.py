@@ -93,6 +93,8 @@ def test_ranks_that_copy_meet_early_for_much(monkeypatch):
     assert "OPTIMIZER_1" in found["OPTIMIZER_3"]  # it counts the step
     assert "COMPUTE" not in found["OPTIMIZER_3"]
     assert "COMM_4" in found["OPTIMIZER_4"]
+    late = before(program(5, early=False, copies=True))  # for nothing that could be done earlier
+    assert {"COMM_4"} == {name for name in late if name.startswith("COMM")}
 
 
 def test_what_is_sent_directly_is_not_gathered():
