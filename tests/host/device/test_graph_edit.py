@@ -157,5 +157,12 @@ def test_handles_of_others_are_refused(machine, chain):
             getattr(machine.driver, ask)(None, None, None, byref(c_size_t()))
     with pytest.raises(CudaError):
         machine.driver.cuGraphDestroyNode(None)
+    bare = c_void_p()
+    machine.cudart.cudaGraphCreate(byref(bare), 0)
+    with pytest.raises(CudaError):  # which has no node that could stand wrong
+        machine.driver.cuGraphAddDependencies_v2(
+            bare.value, (c_void_p * 1)(empty.value), (c_void_p * 1)(node), None, 1
+        )
+    machine.cudart.cudaGraphDestroy(bare.value)
     assert len(handles(machine, graph)) == 3
     machine.cudart.cudaGraphDestroy(other.value)
