@@ -46,9 +46,11 @@ def draw(
     on_host: bool,
 ) -> Blueprint:
     """Measure one step of each member, see `readiness`, and plan the steps to come."""
-    order = readiness(members, shape, shards)
+    order, together = readiness(members, shape, shards)
     known = {parameter.name: parameter for parameter in members[0].parameters()}
-    buckets = cut([known[name] for name in order], wishes.buckets, wishes.bucket_nbytes)
+    ready = [known[name] for name in order]
+    # To send them in parts gains nothing. What NCCL sums part by part is updated part by part.
+    buckets = cut(ready, wishes.buckets, wishes.bucket_nbytes, together if copies else 1)
     wire = None if wishes.wire is None else DTYPES[wishes.wire]
     course = Course(copies)
     if not on_host:

@@ -49,19 +49,22 @@ class Bucket:
 
 
 def cut(
-    ready: Sequence[Parameter], buckets: int | Sequence[Sequence[str]] | None, nbytes: int
+    ready: Sequence[Parameter],
+    buckets: int | Sequence[Sequence[str]] | None,
+    nbytes: int,
+    together: int = 1,
 ) -> tuple[Bucket, ...]:
     """Cut parameters, in the order in which their gradients become ready, into buckets.
 
     ``buckets`` is a number (buckets of about equal size), lists of names, or None: of at most
-    ``nbytes`` bytes, first and last of at most ``EDGE_NBYTES`` if there are several. A bucket ends
-    where the dtype changes. Raises ``UsageError`` for lists that are not every trainable parameter
-    once.
+    ``nbytes`` bytes, first and last of at most ``EDGE_NBYTES`` if there are several, but the last
+    ``together`` parameters are in one bucket whatever their size. A bucket ends where the dtype
+    changes. Raises ``UsageError`` for lists that are not every trainable parameter once.
     """
     if isinstance(buckets, bool) or (isinstance(buckets, int) and buckets < 1) or nbytes < 1:
         raise UsageError(f"buckets={buckets!r}, bucket_nbytes={nbytes!r}: both must be above 0")
     if buckets is None:
-        groups = _by_size(ready, nbytes)
+        groups = _by_size(ready, nbytes, together)
     elif isinstance(buckets, int):
         groups = _equal(ready, buckets)
     else:
@@ -77,13 +80,12 @@ def cut(
     return tuple(found)
 
 
-def _by_size(ready: Sequence[Parameter], nbytes: int) -> list[list[Parameter]]:
+def _by_size(ready: Sequence[Parameter], nbytes: int, together: int) -> list[list[Parameter]]:
     if sum(parameter.nbytes for parameter in ready) <= nbytes:
         return [list(ready)]
     edge = min(EDGE_NBYTES, nbytes)
-    last: list[Parameter] = []
-    rest = list(ready)
-    while len(rest) > 1 and (not last or sum(p.nbytes for p in (*last, rest[-1])) <= edge):
+    rest, last = list(ready[:-together]), list(ready[-together:])
+    while len(rest) > 1 and sum(p.nbytes for p in (*last, rest[-1])) <= edge:
         last.insert(0, rest.pop())
     groups: list[list[Parameter]] = [[]]
     for parameter in rest:

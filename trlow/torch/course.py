@@ -2,7 +2,8 @@
 
 Where ranks copy nothing has to lie in one byte range. Gathering a gradient costs as much memory
 traffic as sending it, so what is large is sent ``direct``, from where autograd leaves it, and read
-there by the optimizer's kernel, which adds what the peer has sent.
+there by the optimizer's kernel, which adds what the peer has sent. The last bucket has nothing
+beside it, so that one kernel sends all of it, whatever its size.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from trlow.torch.buckets import Bucket
     from trlow.torch.member import Member
 
-DIRECT_NBYTES = 64 << 10
-LAST_NBYTES = 1 << 20  # in the last bucket, whose copies hide behind nothing
+DIRECT_NBYTES = 64 << 10  # of a gradient whose copy hides behind the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,6 @@ def is_covered(member: Member) -> bool:
 def _direct(members: Sequence[Member], buckets: Sequence[Bucket]) -> frozenset[str]:
     names = set()
     for bucket in buckets:
-        least = LAST_NBYTES if bucket is buckets[-1] else DIRECT_NBYTES
+        least = 0 if bucket is buckets[-1] else DIRECT_NBYTES
         names |= {name for name in bucket.names if members[0].trainable[name].nbytes >= least}
     return frozenset(names).intersection(*(member.steady for member in members))

@@ -16,12 +16,12 @@ import torch
 
 from trlow.errors import UsageError
 from trlow.program import Stream
-from trlow.replay import RUN_AHEAD
 from trlow.torch.course import Course, is_covered
 from trlow.torch.fused import KERNELS, FusedStep, counts_one_step
+from trlow.torch.inputs import Inputs
 from trlow.torch.rows import Table, alike, rows
 
-DEVICE_TO_DEVICE, BY_ADDRESS = 3, 4  # cudaMemcpyKind
+BY_ADDRESS = 4  # cudaMemcpyKind
 GATHER = "gather_rows"
 BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
@@ -53,14 +53,7 @@ class CudaSide:
             # Without timing; an event is made by its first record, which is in the warm-up.
             self._ready = [torch.cuda.Event() for _ in member.buckets]
             self._computed, self._gathered = torch.cuda.Event(), torch.cuda.Event()
-            self._copied = [torch.cuda.Event() for _ in range(RUN_AHEAD)]
-        # Where the graph reads its inputs. Their strides are those of the example, without gaps.
-        self._targets = [
-            (each.data_ptr(), each.nbytes, each.device, each.stride()) for each in member.inputs
-        ]
-        self._staging = [
-            [torch.empty_like(tensor) for tensor in member.inputs] for _ in range(RUN_AHEAD)
-        ]
+        self._inputs = Inputs(rank, member)
         self._tables: list[Table] = []  # of captured kernels, filled behind the capture
         self._spare: list[Table] = []  # of the warm-up
         self._base, self._next = rank.arena.base, rank.next
@@ -116,17 +109,18 @@ class CudaSide:
             stream.wait_event(self._ready[bucket])
             pairs = list(zip(*self.member.pieces(bucket), strict=True))
             if self.member.work.accumulate == 1 and all(map(alike, pairs)):
-                self._copy(pairs, handle, beside=bucket < len(self.member.buckets) - 1)
+                table = self._table(rows(pairs, 1))
+                blocks = table.entries if self._is_last(bucket) else BESIDE_BLOCKS
+                self._gather(table, min(table.entries, blocks), handle)
             else:
                 self.member.gather(bucket)
             self._gathered.record(stream)
 
-    def _copy(
-        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], handle: int, *, beside: bool
-    ) -> None:
-        """One kernel; with few blocks where the backward's kernels want the multiprocessors."""
-        table = self._table(rows(pairs, 1))
-        blocks = min(table.entries, BESIDE_BLOCKS) if beside else table.entries
+    def _gather(self, table: Table, blocks: int, handle: int) -> None:
+        """The copies that a table holds, as one kernel.
+
+        With few blocks where the backward's kernels want the multiprocessors.
+        """
         self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
 
     def _table(self, found: Iterator[list[int]]) -> Table:
@@ -153,16 +147,29 @@ class CudaSide:
         )
 
     def send(self, bucket: int, handle: int) -> None:
-        """Direct gradients of one bucket, behind its event, to the peer's inboxes."""
-        member, peer = self.member, self._next
+        """Direct gradients of one bucket, behind its event, to the peer's inboxes.
+
+        Copy engines leave the multiprocessors to the backward, but take some microseconds from one
+        copy to the next. Where nothing of the backward is left one kernel sends them all.
+        """
+        peer, inboxes = self._next, self.member.inboxes
         assert peer is not None
+        far = peer.base - self._base
         with self._on(handle) as stream:
             stream.wait_event(self._ready[bucket])
-            for parameter, grad in self._direct(bucket).items():
-                place = member.inboxes[parameter].data_ptr() - self._base + peer.base
+            sent = [(inboxes[p], grad) for p, grad in self._direct(bucket).items()]
+            if self._is_last(bucket):
+                table = self._table([to + far, *rest] for to, *rest in rows(sent, 1))
+                self._gather(table, table.entries, handle)
+                return
+            for inbox, grad in sent:
                 self._platform.cudart.cudaMemcpyAsync(
-                    place, grad.data_ptr(), grad.nbytes, BY_ADDRESS, handle
+                    inbox.data_ptr() + far, grad.data_ptr(), grad.nbytes, BY_ADDRESS, handle
                 )
+
+    def _is_last(self, bucket: int) -> bool:
+        """Whether nothing of the backward is left when it is ready."""
+        return bucket == len(self.member.buckets) - 1
 
     def _direct(self, bucket: int) -> dict[torch.Tensor, torch.Tensor]:
         """Gradients where autograd has left them."""
@@ -231,49 +238,8 @@ class CudaSide:
                 self.member.clear(bucket)
 
     def before(self, rank: Rank, step: int, payload: Payload) -> None:
-        """The inputs of a step, on UPDATE ahead of the graph.
-
-        A tensor on this GPU that lies as the graph's input does is copied by one call of CUDA;
-        torch's own copy, in a context of its own, costs the host five times as much.
-        """
-        mine, targets = payload.shards[rank.index], self._targets
-        if payload.rates is not None or any(
-            source.device != device or source.stride() != stride or source.is_conj()
-            for source, (_, _, device, stride) in zip(mine, targets, strict=True)
-        ):
-            self._slowly(rank, step, payload)
-            return
-        cudart, stream = self._platform.cudart, rank.streams[Stream.UPDATE]
-        event = payload.ready.get(self.member.device)
-        if event is not None:
-            cudart.cudaStreamWaitEvent(stream, event.cuda_event, 0)
-        for source, (target, nbytes, _, _) in zip(mine, targets, strict=True):
-            cudart.cudaMemcpyAsync(target, source.data_ptr(), nbytes, DEVICE_TO_DEVICE, stream)
-
-    def _slowly(self, rank: Rank, step: int, payload: Payload) -> None:
-        """Whatever torch can copy. What comes from the host goes through a buffer of its own.
-
-        TRANS fills that beside the step before. The step two back has read it by now: the bounded
-        run-ahead has waited for it.
-        """
-        member, mine = self.member, payload.shards[rank.index]
-        update = self._stream(rank.streams[Stream.UPDATE])
-        trans = self._stream(rank.streams[Stream.TRANS])
-        staging, copied = self._staging[step % RUN_AHEAD], self._copied[step % RUN_AHEAD]
-        with torch.cuda.device(self._index):
-            with torch.cuda.stream(trans):
-                for target, source in zip(staging, mine, strict=True):
-                    if not source.is_cuda:
-                        target.copy_(source, non_blocking=True)
-                copied.record(trans)
-            with torch.cuda.stream(update):
-                update.wait_event(copied)
-                for event in payload.ready.values():
-                    update.wait_event(event)
-                for target, buffer, source in zip(member.inputs, staging, mine, strict=True):
-                    target.copy_(source if source.is_cuda else buffer, non_blocking=True)
-                if payload.rates is not None:
-                    member.update.set_rates(payload.rates)
+        """The inputs of a step, on UPDATE ahead of the graph."""
+        self._inputs.bring(rank, step, payload)
 
     def alone(self, rank: Rank, function: Callable[[], None]) -> None:
         """Run torch work outside of any step; it is complete on return."""
@@ -292,7 +258,7 @@ class CudaSide:
         self.member.on_bucket = None
         for parameter in self.member.trainable.values():
             parameter.grad = None
-        self._staging.clear()
+        self._inputs.close()
         self._tables.clear()
         self._spare.clear()
         self._fused = None

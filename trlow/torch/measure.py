@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
 
 def readiness(
     members: list[Member], shape: BatchShape, shards: list[list[torch.Tensor]]
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], int]:
     """Names of parameters in the order in which their gradients become ready, on every rank.
+
+    Also how many of them become ready together at the end: all of them in a compiled module.
 
     One rank after another on the calling thread, with no collective anywhere, so whatever is
     compiled or searched for the first time can take its time. The optimizers make their state here,
     outside of the graphs' memory. Module and optimizer change; the caller puts them back. Raises
     ``UsageError`` where ranks differ.
     """
+    together = []
     for member, shard in zip(members, shards, strict=True):
         with ExitStack() as stack:
             if member.device.type == "cuda":
@@ -34,7 +39,10 @@ def readiness(
                 stack.enter_context(torch.cuda.stream(side))
             inputs = [leaf.to(member.device) for leaf in shard]
             try:
-                member.forward_backward(shape, inputs)
+                loss = member.run_forward(shape, inputs)
+                sources = _sources(loss)
+                member.run_backward(loss)
+                together.append(_together(member, sources))
                 member.steady = _steady(member)
                 member.update.optimizer.step()
             except Exception as error:
@@ -43,7 +51,7 @@ def readiness(
                 raise
             for parameter in member.trainable.values():
                 parameter.grad = None
-            del inputs
+            del inputs, loss, sources
             if member.device.type == "cuda":
                 side.synchronize()  # ends by itself: nothing on it waits for another rank
     for member in members[1:]:
@@ -54,7 +62,33 @@ def readiness(
                 f"gradients become ready in another order on rank {member.rank} ({other}) than on "
                 f"rank 0 ({first}): a module's graph may not depend on its data or its rank"
             )
-    return tuple(members[0].order)
+    return tuple(members[0].order), min(together)
+
+
+def _sources(loss: torch.Tensor) -> dict[int, set[Any]]:
+    """By ``id`` of a parameter, the nodes of autograd's graph that its gradient comes from."""
+    found: dict[int, set[Any]] = defaultdict(set)
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for other, _ in node.next_functions:
+            leaf = getattr(other, "variable", None)  # of a node that accumulates
+            if leaf is not None:
+                found[id(leaf)].add(node)
+            waiting.append(other)
+    return found
+
+
+def _together(member: Member, sources: dict[int, set[Any]]) -> int:
+    """How many of the last gradients come from the node that the very last one comes from.
+
+    At least that one, whose node is not in the graph where a module calls autograd itself.
+    """
+    known = [sources[id(member.trainable[name])] for name in reversed(member.order)]
+    return max(1, len(list(takewhile(lambda nodes: nodes & known[0], known))))
 
 
 def _steady(member: Member) -> frozenset[str]:

@@ -188,6 +188,12 @@ class Member:
 
     def forward_backward(self, shape: BatchShape, inputs: list[torch.Tensor]) -> torch.Tensor:
         """Leave gradients in ``.grad``; returns the loss, detached."""
+        loss = self.run_forward(shape, inputs)
+        self.run_backward(loss)
+        return loss.detach()
+
+    def run_forward(self, shape: BatchShape, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The loss, a scalar with the graph of autograd behind it."""
         self.order = []
         self._waiting = [len(bucket.names) for bucket in self.buckets]
         for parameter in self.trainable.values():
@@ -200,6 +206,10 @@ class Member:
         if shape_of is None or loss.numel() != 1:
             got = type(loss).__name__ if shape_of is None else tuple(shape_of)
             raise UsageError(f"loss_fn must return a scalar tensor, it returned {got}")
+        return loss
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Leave gradients in ``.grad``."""
         # What autograd starts from carries 1 / ranks and the loss scale, so that the sum over ranks
         # is the mean and no kernel has to scale it.
         torch.autograd.backward(loss, self.update.seed.to(loss.dtype).view(loss.shape))
@@ -209,7 +219,6 @@ class Member:
                 f"{len(missing)} parameters got no gradient, {', '.join(missing[:5])} among them: "
                 "call requires_grad_(False) on what the loss does not use"
             )
-        return loss.detach()
 
     def keep_loss(self, loss: torch.Tensor) -> None:
         """Put the loss where it is reduced."""

@@ -22,7 +22,7 @@ from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
 from trlow.torch.member import Member
-from trlow.torch.payload import Payload, Ready
+from trlow.torch.payload import Payload, callers
 from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
 from trlow.torch.stages import step_program
@@ -97,7 +97,6 @@ class StaticDataParallel:
         self._stepper: Stepper | None = None
         self._replays: list[Replay] = []
         self._shape: BatchShape | None = None
-        self._events = Ready()
         self._steps = 0
         self._closed = False
 
@@ -176,7 +175,8 @@ class StaticDataParallel:
         """Train on one batch, or on one batch of each rank as ``shards``. Returns at once.
 
         At most two steps are waiting for the devices; a batch may not be written to before two
-        further calls or ``synchronize``. Raises ``UsageError`` for a batch unlike the example, and
+        further calls or ``synchronize``. A step waits for what the current streams of the GPUs that
+        hold its batch have to do. Raises ``UsageError`` for a batch unlike the example, and
         what an earlier step has failed with; after that ``compile`` captures anew.
         """
         shape, stepper = self._ready()
@@ -185,7 +185,7 @@ class StaticDataParallel:
         parts = shape.cut(batch) if shards is None else shape.given(shards)
         self._steps += 1
         last = self._steps % self._work.accumulate == 0
-        payload = Payload(parts, self._rates.changed(), self._events.record(parts, self._steps))
+        payload = Payload(parts, self._rates.changed(), callers(parts))
         result = stepper.step(payload, 0 if last else 1)
         return Loss(result, self.world_size)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trlow.replay import RUN_AHEAD
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -15,27 +13,13 @@ class Payload:
 
     shards: list[list[torch.Tensor]]  # by rank, then by leaf of the batch
     rates: tuple[float, ...] | None  # by parameter group; None: as before
-    ready: dict[torch.device, torch.cuda.Event]  # behind which shards on a GPU are complete
+    callers: dict[torch.device, int]  # streams behind which shards on a GPU are complete
 
 
-class Ready:
-    """Events behind what the caller's streams do to a batch. Reused: old ones were waited for."""
+def callers(parts: list[list[torch.Tensor]]) -> dict[torch.device, int]:
+    """The current stream (cudaStream_t) of each GPU that holds part of the batch.
 
-    def __init__(self) -> None:
-        self._rings: dict[torch.device, list[torch.cuda.Event]] = {}
-
-    def record(
-        self, parts: list[list[torch.Tensor]], step: int
-    ) -> dict[torch.device, torch.cuda.Event]:
-        """One event for each GPU that holds part of the batch, on its current stream."""
-        events: dict[torch.device, torch.cuda.Event] = {}
-        for part in parts:
-            for tensor in part:
-                device = tensor.device
-                if device in events or not tensor.is_cuda:
-                    continue
-                if device not in self._rings:
-                    self._rings[device] = [torch.cuda.Event() for _ in range(2 * RUN_AHEAD)]
-                event = events[device] = self._rings[device][step % (2 * RUN_AHEAD)]
-                event.record(torch.cuda.current_stream(device))
-        return events
+    Only its number: a call of CUDA would wait while a rank's thread launches on that GPU.
+    """
+    devices = {tensor.device for part in parts for tensor in part if tensor.is_cuda}
+    return {device: torch._C._cuda_getCurrentRawStream(device.index) for device in devices}

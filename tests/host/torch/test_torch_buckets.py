@@ -86,6 +86,17 @@ def test_no_two_neighbours_in_the_middle_would_fit_into_one(ready, nbytes):
         assert found[position - 1] + nbytes_of[buckets[position].names[0]] > nbytes
 
 
+@given(parameters(dtypes=(F32,)), st.integers(1, 8 * EDGE_NBYTES), st.data())
+def test_what_becomes_ready_together_at_the_end_is_in_the_last_bucket(ready, nbytes, data):
+    together = data.draw(st.integers(1, len(ready)))
+    buckets = cut(ready, None, nbytes, together)
+    assert names(buckets) == [each.name for each in ready]
+    last = [each.name for each in ready[-together:]]
+    assert list(buckets[-1].names[-together:]) == last
+    edge = min(EDGE_NBYTES, nbytes) if len(buckets) > 1 else nbytes
+    assert len(buckets[-1].names) == together or sizes(buckets, ready)[-1] <= edge
+
+
 @given(parameters(dtypes=(F32,)), number)
 def test_a_number_of_buckets_is_the_most_and_a_part_is_at_most_one_parameter_too_large(
     ready, wanted

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not t
 
 import torch_cases as cases  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_exchange_cases import Hooked, plain, sgd  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_exchange_cases import Hooked, at_once, plain, sgd, wide  # noqa: E402
 
 from trlow.torch import measure  # noqa: E402
 from trlow.torch.batches import BatchShape  # noqa: E402
@@ -22,7 +23,9 @@ from trlow.torch.rows import Table, rows  # noqa: E402
 from trlow.torch.work import Work  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
-ALL = {"0.weight", "2.weight", "4.weight"}  # of 64 KiB and more; all biases are small
+KINDS = ("weight", "bias")
+LARGE = {"2.weight", "4.weight"}  # of 64 KiB and more
+LAST = {"0.weight", "0.bias"}  # in the last of three buckets, which is sent by a kernel
 
 
 def three():
@@ -31,30 +34,34 @@ def three():
     return nn.Sequential(*layers)
 
 
-def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False, **options):
+def measured(factory, optimizer=sgd, **options):
+    """Members whose step was measured, with the batch and what `readiness` says."""
     given = {"autocast": None, "accumulate": 1, "clip_norm": None, "world_size": 2, **options}
     work = Work(factory, cases.cross_entropy, optimizer, **given)
     members = [Member(rank, torch.device("cpu"), work) for rank in range(2)]
     (batch,) = cases.batches(1)
     shape = BatchShape(batch, 2)
     shards = shape.cut(batch)
-    order = readiness(members, shape, shards)
+    return members, shape, shards, *readiness(members, shape, shards)
+
+
+def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False, **options):
+    members, shape, shards, order, _ = measured(factory, optimizer, **options)
     known = {parameter.name: parameter for parameter in members[0].parameters()}
     found = cut([known[name] for name in order], buckets, 25 << 20)
     return course_on_gpus(members, shape, shards[0], found, copies=copies, widens=widens)
 
 
 def test_a_plain_step_of_copies_is_fused_early_and_direct():
-    # The last bucket holds the first layer, whose weight is less than a megabyte.
-    assert course() == Course(True, True, True, True, frozenset(ALL - {"0.weight"}))
+    assert course() == Course(True, True, True, True, frozenset({*LARGE, *LAST}))
 
 
 def test_all_reduces_gather_everything():
     assert course(copies=False) == Course(False, True, True, True, frozenset())
 
 
-def test_in_the_last_bucket_only_what_is_large_is_direct():
-    assert course(buckets=1).direct == {"2.weight"}
+def test_one_bucket_is_the_last_and_all_of_it_direct():
+    assert course(buckets=1).direct == {f"{k}.{name}" for k in (0, 2, 4) for name in KINDS}
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"autocast": torch.float16}])
@@ -80,13 +87,13 @@ def test_what_lies_otherwise_on_any_rank_is_gathered_on_all(monkeypatch):
         return frozenset(member.trainable) - ({"2.weight"} if member.rank else set())
 
     monkeypatch.setattr(measure, "_steady", told)
-    assert course().direct == {"4.weight"}
+    assert course().direct == {"4.weight", *LAST}
 
 
 def test_gradients_of_plain_layers_lie_as_their_weights_do():
     module = three()
     module[2].weight = nn.Parameter(module[2].weight.detach().t().contiguous().t())
-    assert course(lambda: copy.deepcopy(module)).direct == ALL - {"0.weight"}
+    assert course(lambda: copy.deepcopy(module)).direct == {*LARGE, *LAST}
 
 
 def test_a_table_takes_rows_of_its_own_shape_alone():
@@ -98,3 +105,46 @@ def test_a_table_takes_rows_of_its_own_shape_alone():
     assert torch.equal(table._there, swapped)
     assert not table.takes(swapped[:1])
     assert torch.equal(table._rows, swapped)
+
+
+class Again(nn.Module):
+    """Its first layer's backward is one of autograd's own inside of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.rest = nn.Linear(8, 32), nn.Linear(32, cases.CLASSES)
+
+    def forward(self, rows):
+        return self.rest(checkpoint(self.first, rows.requires_grad_(), use_reentrant=True))
+
+
+def behind():
+    """What comes all at once is not the end."""
+    return nn.Sequential(nn.Linear(8, 8), at_once())
+
+
+def ahead():
+    return nn.Sequential(at_once(), nn.Linear(cases.CLASSES, cases.CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("factory", "together"),
+    [(wide, 1), (at_once, 10), (behind, 1), (ahead, 10)],
+)
+def test_gradients_of_one_node_become_ready_together(factory, together):
+    assert measured(factory)[-1] == together
+
+
+def test_a_gradient_that_no_node_of_the_graph_gives_is_ready_alone():
+    assert measured(Again)[-1] == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_gradients_of_a_compiled_module_become_ready_together():
+    def compiled():
+        return torch.compile(three(), backend="aot_eager")
+
+    try:
+        assert measured(compiled)[-1] == 6
+    finally:
+        torch.compiler.reset()
