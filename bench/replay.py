@@ -1,6 +1,6 @@
 """What does one replayed step cost beside the C calls?
 
-The loop of ``trlow.replay`` runs as it is, on rank threads, over a stub library, in two ways:
+The loop of ``trlow.launching`` runs as it is, on rank threads, over a stub library, in two ways:
 
 alone     The stub returns at once: all that is left is Python, ctypes, the error check and the
           fight for the interpreter's lock. Thread CPU time per step and rank, in which sleeping for
@@ -31,8 +31,8 @@ import numpy as np
 
 from trlow.binding import cudart
 from trlow.binding.clib import open_library
+from trlow.launching import RUN_AHEAD, Launching, RankReplay
 from trlow.ranks import Status
-from trlow.replay import RUN_AHEAD, Launching, RankReplay
 
 STEP_NS, LAUNCH_NS, CALL_NS, JITTER_NS = 200_000, 20_000, 1_500, 300
 STUB = f"""

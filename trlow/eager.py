@@ -6,15 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_phase, groups_of
-from trlow.replay import load_slot
+from trlow.launching import load_slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trlow.enqueue import Rank, Rendezvous
     from trlow.feed import FeedSlot
+    from trlow.launching import Fill
     from trlow.program import Program
-    from trlow.replay import Fill
     from trlow.team import Team
 
 

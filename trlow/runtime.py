@@ -21,9 +21,10 @@ from trlow.eager import run_eagerly
 from trlow.enqueue import groups_of
 from trlow.errors import TrlowError, UsageError
 from trlow.interop import Lent
+from trlow.launching import RUN_AHEAD, prepare_rank
 from trlow.program import Stream
 from trlow.range_op import FeedCopy
-from trlow.replay import RUN_AHEAD, Replay, check_steps, prepare_rank
+from trlow.replay import Replay, check_steps
 from trlow.team import Team
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from trlow.arena import Arena
     from trlow.enqueue import Rank
     from trlow.feed import FeedSlot
+    from trlow.launching import Fill
     from trlow.plan import MemoryPlan
     from trlow.program import Program
     from trlow.ranks import Worker
-    from trlow.replay import Fill
     from trlow.settings import Settings
 
 MODES = ("fused", "staged")

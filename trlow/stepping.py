@@ -15,17 +15,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from trlow.device import Pinned
 from trlow.errors import UsageError
-from trlow.program import Stream
+from trlow.launching import RUN_AHEAD
 from trlow.ranks import GRACE_S, POLL_S, PeerFailedError
-from trlow.replay import RUN_AHEAD
+from trlow.results import RESULTS, Ring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,24 +29,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trlow.enqueue import Rank
+    from trlow.launching import RankReplay
     from trlow.plan import Range
-    from trlow.replay import Call, RankReplay, Replay
+    from trlow.replay import Replay
 
 # (step, which replay, payload), then None for the end
 Entry: TypeAlias = "SimpleQueue[tuple[int, int, Any] | None]"
 
-RESULTS = 64  # steps whose results are kept where the device can write them
 FIRST_LOOK_S = 20e-6  # between two looks for a result, doubled up to POLL_S
-DEVICE_TO_HOST = 2  # cudaMemcpyKind
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where the result of a step goes, and the calls on rank 0 that bring it there."""
-
-    values: NDArray[Any]
-    event: int
-    take: tuple[Call, ...]
 
 
 class Result:
@@ -90,16 +76,20 @@ class Stepper:
     ) -> None:
         """``result`` is copied to pinned memory behind every step. Makes everything a step needs.
 
-        Raises ``UsageError`` for a replay that is closed.
+        Raises ``UsageError`` for a replay that is closed, and for a result of one that is staged,
+        whose stages are in no order with such a copy.
         """
+        if result is not None and any(replay.mode != "fused" for replay in replays):
+            message = "a result is copied behind a step as a whole; capture the program fused"
+            raise UsageError(message)
         self._replays = tuple(replays)
         self._size = len(self._replays[0])
         self.next_step = 0
+        self._first = 0  # step of the run that is open
+        self._finished = 0  # steps that rank 0's device is known to have finished
         self._before = before
-        self._result = result
-        self._slots: list[Slot] = []
+        self._ring: Ring | None = None
         self._results: deque[weakref.ref[Result]] = deque()  # nobody may want most of them
-        self._pinned: Pinned | None = None
         self._entry: Entry = SimpleQueue()
         self._launched = [0] * self._size  # steps, by rank; each writes its own
         self._wanted = 0  # launches that the caller waits for: the last rank to get there tells it
@@ -107,26 +97,9 @@ class Stepper:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if result is not None:
-            self._replays[0].together(
-                lambda rank: self._prepare(rank, result) if rank.index == 0 else None
+            self._ring, *_ = self._replays[0].together(
+                lambda rank: Ring(rank, result) if rank.index == 0 else None
             )
-
-    def _prepare(self, rank: Rank, result: Range) -> None:
-        """Pinned slots and an event for each, on rank 0's thread."""
-        nbytes, prepare = -(-result.nbytes // 64) * 64, rank.platform.cudart.prepare
-        self._pinned = Pinned(rank.platform, RESULTS * nbytes)
-        for slot in range(RESULTS):
-            bytes_ = self._pinned.bytes[slot * nbytes : slot * nbytes + result.nbytes]
-            values = np.frombuffer(bytes_, result.dtype.numpy)
-            event = rank.events["result", id(self), slot]
-            address, stream = self._pinned.address + slot * nbytes, rank.streams[Stream.UPDATE]
-            source = rank.arena.base + result.offset
-            take = (
-                prepare("cudaMemcpyAsync", address, source, result.nbytes, DEVICE_TO_HOST, stream),
-                prepare("cudaEventRecord", event, stream),
-            )
-            self._slots.append(Slot(values, event, take))
-        self._query = rank.platform.cudart.cudaEventQuery
 
     # -- the caller's side
 
@@ -141,7 +114,7 @@ class Stepper:
             self._open()
         step = self.next_step
         result = Result(self, step)
-        if self._result is not None:
+        if self._ring is not None:
             if len(self._results) == RESULTS:  # the slot of the oldest is about to be written
                 oldest = self._results[0]()
                 if oldest is not None:
@@ -158,17 +131,18 @@ class Stepper:
     def read(self, step: int) -> NDArray[Any]:
         """The result of ``step``, which is at most ``RESULTS`` back; waits for it."""
         self._await_launch(step + 1)
-        if not self._slots:
+        if self._ring is None:
             raise UsageError(
                 f"the result of step {step} was not read before the runtime was closed"
             )
-        slot = self._slots[step % RESULTS]
+        # An event tells of the newest step of its parity, behind which any before it is done too.
+        parity, events = (step - self._first) % RUN_AHEAD, self._replays[0].prepared(0)
         pause = FIRST_LOOK_S
-        while self._query(slot.event):
+        while self._finished <= step and not events.is_done(parity):
             self._check()
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
-        return slot.values.copy()
+        return self._ring.values(step)
 
     def _await_launch(self, steps: int) -> None:
         """Until every rank has launched ``steps`` steps. The run's own deadline bounds it."""
@@ -201,7 +175,7 @@ class Stepper:
                 raise UsageError(message)
 
     def _open(self) -> None:
-        self._entry = SimpleQueue()
+        self._entry, self._first = SimpleQueue(), self.next_step
         self._thread = threading.Thread(target=self._run, name="trlow-steps", daemon=True)
         self._thread.start()
 
@@ -218,7 +192,7 @@ class Stepper:
         while thread.is_alive():
             thread.join(POLL_S)  # the run's own deadline ends it
         self._thread = None
-        if self._error is None and self._pinned is not None:
+        if self._error is None and self._ring is not None:
             for result in filter(None, [known() for known in self._results]):
                 result.values()
             self._results.clear()
@@ -236,10 +210,9 @@ class Stepper:
 
     def close(self) -> None:
         """Give the pinned memory back, also where the runtime is closed. Nothing may be running."""
-        self._slots.clear()
-        if self._pinned is not None:
-            pinned, self._pinned = self._pinned, None
-            pinned.close()
+        if self._ring is not None:
+            ring, self._ring = self._ring, None
+            ring.close()
 
     # -- the ranks' side
 
@@ -257,7 +230,8 @@ class Stepper:
 
     def _serve(self, rank: Rank, mine: list[RankReplay], entries: list[Entry]) -> None:
         status, entry = rank.status, entries[rank.index]
-        followers = entries[1:] if rank.index == 0 else ()
+        first = rank.index == 0
+        followers, ring = (entries[1:], self._ring) if first else ((), None)
         kept: deque[Any] = deque(maxlen=RUN_AHEAD)
         steps = 0
         while True:
@@ -274,18 +248,23 @@ class Stepper:
             if steps >= RUN_AHEAD:
                 status.stage = "run-ahead"
                 mine[0].wait(steps % RUN_AHEAD)  # of any replay: they share the events
+                if first:
+                    self._finished = step + 1 - RUN_AHEAD
             kept.append(payload)
             status.stage = "before the step"
             self._before(rank, step, payload)
-            mine[which].launch(steps)
-            if rank.index == 0 and self._slots:
-                for call in self._slots[step % RESULTS].take:
-                    call()
+            mine[which].launch(steps, () if ring is None else (ring.take(step),))
             self._launched[rank.index] = step + 1
             if 0 < self._wanted <= min(self._launched):
                 self._told.put(None)
             steps += 1
-        mine[0].drain(steps)
+        self._drain(rank, mine[0], steps)
+
+    def _drain(self, rank: Rank, mine: RankReplay, steps: int) -> None:
+        """Wait for all ``steps`` of this run so far."""
+        mine.drain(steps)
+        if rank.index == 0:
+            self._finished = self._first + steps
 
     def _next(
         self, rank: Rank, mine: RankReplay, entry: Entry, steps: int
@@ -296,7 +275,7 @@ class Stepper:
         try:
             return entry.get(timeout=POLL_S)
         except Empty:
-            mine.drain(steps)
+            self._drain(rank, mine, steps)
         status.idle = True
         try:
             while True:

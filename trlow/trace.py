@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trlow.enqueue import Rank
-    from trlow.replay import Fill, Replay
+    from trlow.launching import Fill
+    from trlow.replay import Replay
     from trlow.runtime import Runtime
 
 NS_PER_US = 1000.0

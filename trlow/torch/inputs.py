@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trlow.launching import RUN_AHEAD
 from trlow.program import Stream
-from trlow.replay import RUN_AHEAD
 
 if TYPE_CHECKING:
     from trlow.enqueue import Rank

@@ -65,6 +65,29 @@ def test_every_step_has_its_own_result(stepper, small):
     assert [result.values()[0] for result in results] == [10.0 * value for value in range(20)]
 
 
+def test_results_are_those_of_their_steps_over_runs_of_any_length(stepper, small):
+    """The steps of a run alternate between two events, whichever step it began with."""
+    for value, steps in enumerate([1, 2, 3, 5, 1, 4]):
+        for number in range(steps):
+            result = stepper.step(payload(small, 10 * value + number))
+            if number % 2 == 0:
+                assert result.values()[0] == 10.0 * (10 * value + number)
+        stepper.end()
+        assert result.values()[0] == 10.0 * (10 * value + steps - 1)
+
+
+def test_an_older_result_is_there_while_newer_steps_run(stepper, small):
+    """Whoever reads it may find its event taken by the step two further on."""
+    results = [stepper.step(payload(small, value)) for value in range(RESULTS)]
+    for value in (0, RESULTS - 3, RESULTS - 1, RESULTS - 2):
+        assert results[value].values()[0] == 10.0 * value
+
+
+def test_a_staged_replay_gives_no_result(runtime, small, program):
+    with pytest.raises(UsageError, match="fused"):
+        Stepper([runtime.capture(program, mode="staged")], lambda *_: None, small.early)
+
+
 def test_results_that_nobody_read_are_kept_beyond_the_ring_and_the_end(stepper, small):
     results = [stepper.step(payload(small, value)) for value in range(RESULTS + 30)]
     stepper.end()
