@@ -93,8 +93,11 @@ def numbers(dtype: DType, op: str, ranks: int) -> list[NDArray[np.int64]]:
     top = most // sum(weights)
     if top == 0:
         few = most // max(weights)
-        return [((places - rank) % ranks < few).astype(np.int64) for rank in range(ranks)]
-    found = [made.integers(0, top + 1, PERIOD) for made in generators]
+        found = [((places - rank) % ranks < few).astype(np.int64) for rank in range(ranks)]
+        if op == "avg" and ranks & (ranks - 1) == 0:  # as exact as a 1
+            return [block * ranks for block in found]
+    else:
+        found = [made.integers(0, top + 1, PERIOD) for made in generators]
     # so that every input is a whole multiple of the number of ranks, and its share exact
     return [block // ranks * ranks for block in found] if op == "avg" else found
 

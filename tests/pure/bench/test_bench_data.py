@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trlow.bench.collectives import COLLECTIVES
@@ -55,6 +56,7 @@ def test_sizes_step_by_a_factor_or_by_bytes(least, more, factor):
 
 
 @given(dtypes, st.sampled_from(OPS), ranks, st.randoms(use_true_random=False))
+@example(F8E5M2, "avg", 16, Random(0))
 def test_every_partial_result_in_any_order_is_exact_in_the_dtype(dtype, op, count, random):
     if op == "avg" and (not is_float(dtype) or count & (count - 1)):
         return
