@@ -213,10 +213,11 @@ def test_parameters_of_another_dtype_or_layout_are_left_to_torch(bench):
     assert not covered(optimizer, mine)
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["", "told where"])
 @pytest.mark.parametrize("blocks", [1, 32, None])
 @pytest.mark.parametrize("shift", [0, 1, 4])
-def test_gathered_pieces_are_the_same_bytes_and_nothing_beside(bench, blocks, shift):
-    """Also of 16-bit floats at odd places."""
+def test_gathered_pieces_are_the_same_bytes_and_nothing_beside(bench, blocks, shift, told):
+    """Also of 16-bit floats at odd places, and where the device is told how far off they lie."""
     sources, targets, arenas = [], [], []
     for index, parameter in enumerate(parameters(bench.device)):
         source = parameter.detach().to(torch.float32 if index % 2 else torch.bfloat16)
@@ -226,9 +227,10 @@ def test_gathered_pieces_are_the_same_bytes_and_nothing_beside(bench, blocks, sh
         arenas.append(arena)
     pairs = list(zip(targets, sources, strict=True))
     assert all(map(alike, pairs))
-    table = Table(bench.device, rows(pairs, 1))
-    table.fill()
-    values = (0, 0, table.address, table.entries)
+    off = torch.tensor([12_340_000 if told else 0], device=bench.device)
+    found = ([to, place - off.item(), size] for to, place, size in rows(pairs, 1))
+    table = bench.table(found)
+    values = (0, 0, off.data_ptr() if told else 0, table.address, table.entries)
     bench.kernels.launch("gather_rows", values, blocks or table.entries, bench.stream)
     bench.wait()
     for (target, source), arena in zip(pairs, arenas, strict=True):

@@ -28,6 +28,7 @@ class Ring:
         nbytes = -(-result.nbytes // LINE_NBYTES) * LINE_NBYTES
         self._pinned = Pinned(rank.platform, RESULTS * nbytes)
         source, stream = rank.arena.base + result.offset, rank.streams[Stream.UPDATE]
+        self.parities = [0] * RESULTS  # of the event at the end of each step
         self._values: list[NDArray[Any]] = []
         self._takes: list[Call] = []
         for start in range(0, RESULTS * nbytes, nbytes):

@@ -85,12 +85,12 @@ class Stepper:
         self._replays = tuple(replays)
         self._size = len(self._replays[0])
         self.next_step = 0
-        self._first = 0  # step of the run that is open
-        self._finished = 0  # steps that rank 0's device is known to have finished
+        self._finished = 0  # rank 0's device is known to have finished the steps before this one
         self._before = before
         self._ring: Ring | None = None
         self._results: deque[weakref.ref[Result]] = deque()  # nobody may want most of them
         self._entry: Entry = SimpleQueue()
+        self._kept: list[deque[Any]] = [deque() for _ in range(self._size)]  # payloads, by rank
         self._launched = [0] * self._size  # steps, by rank; each writes its own
         self._wanted = 0  # launches that the caller waits for: the last rank to get there tells it
         self._told: SimpleQueue[None] = SimpleQueue()
@@ -121,9 +121,10 @@ class Stepper:
                     oldest.values()
                 self._results.popleft()  # only now: a Ctrl-C comes while it is waited for
             self._results.append(weakref.ref(result))
+        # A number may be left out, where a Ctrl-C comes between the two, but is never used twice.
+        self.next_step = step + 1
         # To rank 0, which tells the others: one step or none.
         self._entry.put((step, which, payload))
-        self.next_step = step + 1
         # The first launch proves that the run has the runtime: whoever calls it now is refused.
         self._await_launch(step + 1 if opening else step + 1 - RUN_AHEAD)
         return result
@@ -136,7 +137,7 @@ class Stepper:
                 f"the result of step {step} was not read before the runtime was closed"
             )
         # An event tells of the newest step of its parity, behind which any before it is done too.
-        parity, events = (step - self._first) % RUN_AHEAD, self._replays[0].prepared(0)
+        parity, events = self._ring.parities[step % RESULTS], self._replays[0].prepared(0)
         pause = FIRST_LOOK_S
         while self._finished <= step and not events.is_done(parity):
             self._check()
@@ -175,7 +176,7 @@ class Stepper:
                 raise UsageError(message)
 
     def _open(self) -> None:
-        self._entry, self._first = SimpleQueue(), self.next_step
+        self._entry = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="trlow-steps", daemon=True)
         self._thread.start()
 
@@ -194,7 +195,8 @@ class Stepper:
         self._thread = None
         if self._error is None and self._ring is not None:
             for result in filter(None, [known() for known in self._results]):
-                result.values()
+                if result.step < min(self._launched):  # else a Ctrl-C came before it
+                    result.values()
             self._results.clear()
         self._check_error()
 
@@ -232,7 +234,8 @@ class Stepper:
         status, entry = rank.status, entries[rank.index]
         first = rank.index == 0
         followers, ring = (entries[1:], self._ring) if first else ((), None)
-        kept: deque[Any] = deque(maxlen=RUN_AHEAD)
+        kept = self._kept[rank.index] = deque(maxlen=RUN_AHEAD)
+        numbers: deque[int] = deque(maxlen=RUN_AHEAD)  # of the steps that were launched last
         steps = 0
         while True:
             item = self._next(rank, mine[0], entry, steps)
@@ -249,22 +252,28 @@ class Stepper:
                 status.stage = "run-ahead"
                 mine[0].wait(steps % RUN_AHEAD)  # of any replay: they share the events
                 if first:
-                    self._finished = step + 1 - RUN_AHEAD
+                    self._finished = numbers[0] + 1
             kept.append(payload)
+            numbers.append(step)
             status.stage = "before the step"
             self._before(rank, step, payload)
-            mine[which].launch(steps, () if ring is None else (ring.take(step),))
+            if ring is None:
+                mine[which].launch(steps)
+            else:
+                ring.parities[step % RESULTS] = steps % RUN_AHEAD
+                mine[which].launch(steps, (ring.take(step),))
             self._launched[rank.index] = step + 1
             if 0 < self._wanted <= min(self._launched):
                 self._told.put(None)
             steps += 1
         self._drain(rank, mine[0], steps)
+        kept.clear()
 
     def _drain(self, rank: Rank, mine: RankReplay, steps: int) -> None:
         """Wait for all ``steps`` of this run so far."""
         mine.drain(steps)
         if rank.index == 0:
-            self._finished = self._first + steps
+            self._finished = self._launched[0]
 
     def _next(
         self, rank: Rank, mine: RankReplay, entry: Entry, steps: int

@@ -7,11 +7,13 @@
 
 TRLOW_INLINE bool rows_aligned(const void* pointer) { return (trlow_address(pointer) & 15) == 0; }
 
-// An entry is {offset in dst, offset in src, bytes}: dst = src.
-TRLOW_BLOCK_KERNEL(gather_rows, u8* dst, const u8* src, const i64* table, i64 entries) {
+// An entry is {offset in dst, offset in src, bytes}: dst = src. The sources lie *shift further on;
+// a null pointer stands for 0.
+TRLOW_BLOCK_KERNEL(gather_rows, u8* dst, const u8* src, const i64* shift, const i64* table,
+                   i64 entries) {
   TRLOW_EACH_ITEM(entry, entries) {
     u8* const to = dst + table[3 * entry];
-    const u8* const from = src + table[3 * entry + 1];
+    const u8* const from = src + (shift ? *shift : 0) + table[3 * entry + 1];
     const i64 nbytes = table[3 * entry + 2];
     const i64 chunks = rows_aligned(to) && rows_aligned(from) ? nbytes / 16 : 0;
     Chunk* const wide_to = (Chunk*)to;
@@ -24,8 +26,21 @@ TRLOW_BLOCK_KERNEL(gather_rows, u8* dst, const u8* src, const i64* table, i64 en
       for (int j = 0; j < ROWS_AHEAD; ++j)
         if (first + j * step < chunks) wide_to[first + j * step] = held[j];
     }
-    TRLOW_EACH_LANE(i, nbytes - 16 * chunks) to[16 * chunks + i] = from[16 * chunks + i];
+    const i64 whole = 16 * chunks;
+    const bool words_fit = ((trlow_address(to) | trlow_address(from)) & 3) == 0;
+    const i64 words = words_fit ? (nbytes - whole) / 4 : 0, end = whole + 4 * words;
+    TRLOW_EACH_LANE(i, words) ((u32*)(to + whole))[i] = ((const u32*)(from + whole))[i];
+    TRLOW_EACH_LANE(i, nbytes - end) to[end + i] = from[end + i];
   }
+}
+
+// now = the slot that is *turn's, of `turns` slots of `count` values in turn; then the next one's.
+// The slots may be pinned host memory, in which a CPU writes ahead.
+TRLOW_KERNEL(take_turn, i64* now, const i64* slots, i64* turn, i64 turns, i64 count) {
+  if (turns == 0 || trlow_block() != 0 || trlow_thread() != 0) return;
+  const i64* const slot = slots + *turn % turns * count;
+  for (i64 i = 0; i < count; ++i) now[i] = slot[i];
+  *turn = *turn + 1;
 }
 
 // A gradient: one's own, and what a peer adds to it unless that is a null pointer.

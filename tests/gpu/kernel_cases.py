@@ -20,7 +20,7 @@ DTYPES = {"f32": np.float32, "u16": np.uint16, "i32": np.int32, "u8": np.uint8, 
 # Elements of each array as factors of extents. A parameter of ONE has one element.
 ONE = {
     *("lr", "mu", "weight_decay", "grad_scale", "skip", "factor", "eps", "momentum", "flag"),
-    *("counter", "slot", "row", "steps"),
+    *("counter", "slot", "row", "steps", "turn", "shift"),
 }
 # Of the kernels over rows: mu, decay, whether it is nesterov; two betas, epsilon, two decays.
 NUMBERS = {"momentum_rows": (0.9, 0.01, 1.0), "adam_rows": (0.9, 0.999, 1e-8, 0.01, 0.02)}
@@ -47,6 +47,7 @@ SHAPES = {
         "rows": "1",
     },
     "stamp": {"slots": "rows stride"},
+    "take_turn": {"now": "count", "slots": "turns count"},
 }
 REDUCTIONS = {
     *("bn_bwd_reduce", "bn_stats", "conv2d_fwd", "conv2d_bwd_data", "conv2d_bwd_weight"),
@@ -84,6 +85,7 @@ EXTENTS = {
     "adam_rows": ROWS,
     "beat": [{"by": 1}, {"by": 3}],
     "next_row": [{"by": 1}],
+    "take_turn": [{"turns": 2, "count": 3}],
     "stamp": [{"index": 2, "stride": 5, "rows": 3}],
 }  # fmt: skip
 

@@ -18,11 +18,10 @@ from trlow.errors import UsageError
 from trlow.program import Stream
 from trlow.torch.course import Course, is_covered
 from trlow.torch.fused import KERNELS, FusedStep, counts_one_step
-from trlow.torch.inputs import Inputs
-from trlow.torch.rows import Table, alike, rows
+from trlow.torch.inputs import Inputs, stream_of
+from trlow.torch.rows import GATHER, Table, alike, rows
 
 BY_ADDRESS = 4  # cudaMemcpyKind
-GATHER = "gather_rows"
 BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
 
@@ -68,7 +67,7 @@ class CudaSide:
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         if handle not in self._streams:
-            self._streams[handle] = torch.cuda.ExternalStream(handle, device=self._index)
+            self._streams[handle] = stream_of(handle, self.member.device)
         return self._streams[handle]
 
     @contextmanager
@@ -93,9 +92,10 @@ class CudaSide:
                 torch._C._cuda_releasePool(index, pool.id)
 
     def compute(self, handle: int) -> None:
-        """Forward and backward; each bucket that is ready leaves an event behind."""
+        """Inputs, forward and backward; each bucket that is ready leaves an event behind."""
         member = self.member
         with self._on(handle) as stream:
+            self._inputs.take(handle)
             member.keep_loss(member.forward_backward(self._shape, member.inputs))
             self._computed.record(stream)
 
@@ -121,7 +121,7 @@ class CudaSide:
 
         With few blocks where the backward's kernels want the multiprocessors.
         """
-        self._kernels.launch(GATHER, (0, 0, table.address, table.entries), blocks, handle)
+        self._kernels.launch(GATHER, (0, 0, 0, table.address, table.entries), blocks, handle)
 
     def _table(self, found: Iterator[list[int]]) -> Table:
         """A table that is filled; in a capture, that will be.
@@ -168,7 +168,7 @@ class CudaSide:
                 )
 
     def _is_last(self, bucket: int) -> bool:
-        """Whether nothing of the backward is left when it is ready."""
+        """The last to be ready, unless the caller has named buckets in another order."""
         return bucket == len(self.member.buckets) - 1
 
     def _direct(self, bucket: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -187,6 +187,7 @@ class CudaSide:
         for table in self._tables:
             table.fill()
         self._spare.clear()
+        self._inputs.settle()
 
     def _fused_step(self, course: Course) -> FusedStep:
         member = self.member
@@ -237,9 +238,9 @@ class CudaSide:
             for bucket in buckets:
                 self.member.clear(bucket)
 
-    def before(self, rank: Rank, step: int, payload: Payload) -> None:
-        """The inputs of a step, on UPDATE ahead of the graph."""
-        self._inputs.bring(rank, step, payload)
+    def before(self, rank: Rank, payload: Payload) -> None:
+        """The inputs of a step, ahead of the graph."""
+        self._inputs.bring(rank, payload)
 
     def alone(self, rank: Rank, function: Callable[[], None]) -> None:
         """Run torch work outside of any step; it is complete on return."""

@@ -79,7 +79,7 @@ class HostSide:
         self._platform.cudart.cudaStreamWaitEvent(stream, self._events["computed"], 0)
         self._enqueue(stream, self._apply)
 
-    def before(self, rank: Rank, _: int, payload: Payload) -> None:
+    def before(self, rank: Rank, payload: Payload) -> None:
         """The inputs of a step, in the order of the UPDATE stream. Raises a kept exception."""
         self.check()
         member, mine = self.member, payload.shards[rank.index]

@@ -166,8 +166,8 @@ class StaticDataParallel:
         self._stepper = Stepper(self._replays, self._before, plan.range("loss"))
         self._steps = 0
 
-    def _before(self, rank: Rank, step: int, payload: Payload) -> None:
-        self._sides[rank.index].before(rank, step, payload)
+    def _before(self, rank: Rank, _: int, payload: Payload) -> None:
+        self._sides[rank.index].before(rank, payload)
 
     # -- steps
 
@@ -176,8 +176,10 @@ class StaticDataParallel:
 
         At most two steps are waiting for the devices; a batch may not be written to before two
         further calls or ``synchronize``. A step waits for what the current streams of the GPUs that
-        hold its batch have to do. Raises ``UsageError`` for a batch unlike the example, and
-        what an earlier step has failed with; after that ``compile`` captures anew.
+        hold its batch have to do; ``synchronize`` before one of them is captured or goes.
+
+        Raises ``UsageError`` for a batch unlike the example, and what an earlier step has failed
+        with; after that ``compile`` captures anew.
         """
         shape, stepper = self._ready()
         if (batch is None) == (shards is None):

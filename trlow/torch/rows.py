@@ -13,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+GATHER = "gather_rows"  # the kernel that copies them
 ROW_NBYTES = 16 << 10
 
 

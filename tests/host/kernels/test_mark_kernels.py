@@ -1,4 +1,4 @@
-"""Marks: a counter that the host can poll, and the clock in a ring of rows."""
+"""Marks: a counter that the host can poll, the clock in a ring of rows, slots taken in turn."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def test_stamp_writes_the_clock_into_its_entry_of_the_row_in_turn(run):
     assert not slots.any()
     run("next_row", row, 1)
     assert row[0] == 8
+
+
+def test_a_turn_takes_one_slot_after_another(run):
+    now, turn = np.zeros(2, np.int64), np.array([2], np.int64)
+    slots = np.arange(10, 16, dtype=np.int64).reshape(3, 2)
+    for row in (2, 0, 1, 2):
+        run("take_turn", now, slots, turn, 3, 2)
+        assert now.tolist() == slots[row].tolist()
+    assert turn[0] == 6

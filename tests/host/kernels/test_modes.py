@@ -18,7 +18,7 @@ from trlow.kernel import declarations, source_folder
 EXTENTS = {  # by name of the parameter; sums of 3 x 3 taps over 5 channels, tails everywhere
     "n": 3, "h": 6, "width": 7, "cin": 21, "ho": 3, "wo": 4, "cout": 35, "kh": 3, "kw": 3,
     "stride": 2, "pad": 1, "rows": 300, "c": 19, "hw": 9, "k": 2, "classes": 10, "by": 3,
-    "index": 2, "count": 1003, "nbytes": 1003, "entries": 33,
+    "index": 2, "count": 1003, "nbytes": 1003, "entries": 33, "turns": 3,
 }  # fmt: skip
 LARGEST = 16_384  # elements; more than any parameter needs with these extents
 INSTRUCTION_SETS = ("run_baseline", "run_avx2", "run_avx512")

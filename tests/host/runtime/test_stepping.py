@@ -12,6 +12,7 @@ import pytest
 
 import trlow
 from trlow import range_op
+from trlow.binding.cudart import cudaHostFn_t
 from trlow.errors import UsageError
 from trlow.stepping import RESULTS, Stepper
 
@@ -36,9 +37,7 @@ def runtime_with(settings, small):
 
 
 @pytest.fixture
-def stepper(runtime, small, program):
-    """Each step sums ``payload * (rank + 1)`` over four ranks."""
-
+def fill(small):
     def before(rank, step, payload):
         source = payload[rank.index]
         rank.platform.cudart.cudaMemcpyAsync(
@@ -49,11 +48,43 @@ def stepper(runtime, small, program):
             rank.streams[trlow.Stream.UPDATE],
         )
 
-    stepper = Stepper([runtime.capture(program)], before, small.early)
+    return before
+
+
+@pytest.fixture
+def stepper(runtime, small, program, fill):
+    """Each step sums ``payload * (rank + 1)`` over four ranks."""
+    stepper = Stepper([runtime.capture(program)], fill, small.early)
     yield stepper
     with suppress(trlow.TrlowError):  # what a test has raised already
         stepper.end()
     stepper.close()
+
+
+@pytest.fixture
+def slow_stepper(runtime, small, fill):
+    """A function that makes a stepper, each step of which does ``work()`` on every device."""
+    with ExitStack() as stack:
+
+        def made(work):
+            function = cudaHostFn_t(lambda _: work())
+            stack.callback(lambda: function)  # a graph has its address
+
+            def body(rank, stream):
+                runtime.platform.cudart.cudaLaunchHostFunc(stream, function, None)
+
+            external = trlow.External("callback", (small.early,), (small.early,), body)
+            stages = (
+                trlow.Stage("WORK", trlow.Stream.UPDATE, (), external),
+                trlow.Stage("COMM", trlow.Stream.UPDATE, (range_op.sum_all_reduce(small.early),)),
+            )
+            replay = runtime.capture(trlow.Program.single("slow sum", stages))
+            stepper = Stepper([replay], fill, small.early)
+            stack.callback(stepper.close)
+            stack.callback(stepper.end)
+            return stepper
+
+        yield made
 
 
 def payload(small, value):
@@ -65,22 +96,109 @@ def test_every_step_has_its_own_result(stepper, small):
     assert [result.values()[0] for result in results] == [10.0 * value for value in range(20)]
 
 
-def test_results_are_those_of_their_steps_over_runs_of_any_length(stepper, small):
+@pytest.mark.parametrize("back", [0, 1])
+def test_results_are_those_of_their_steps_over_runs_of_any_length(slow_stepper, small, back):
     """The steps of a run alternate between two events, whichever step it began with."""
+    made = slow_stepper(lambda: time.sleep(0.005))
     for value, steps in enumerate([1, 2, 3, 5, 1, 4]):
+        results = []
         for number in range(steps):
-            result = stepper.step(payload(small, 10 * value + number))
-            if number % 2 == 0:
-                assert result.values()[0] == 10.0 * (10 * value + number)
-        stepper.end()
-        assert result.values()[0] == 10.0 * (10 * value + steps - 1)
+            results.append(made.step(payload(small, 10 * value + number)))
+            if number >= back:
+                got = results[number - back].values()[0]
+                assert got == 10.0 * (10 * value + number - back)
+        made.end()
+        assert [each.values()[0] for each in results] == [
+            10.0 * (10 * value + number) for number in range(steps)
+        ]
 
 
-def test_an_older_result_is_there_while_newer_steps_run(stepper, small):
-    """Whoever reads it may find its event taken by the step two further on."""
-    results = [stepper.step(payload(small, value)) for value in range(RESULTS)]
-    for value in (0, RESULTS - 3, RESULTS - 1, RESULTS - 2):
-        assert results[value].values()[0] == 10.0 * value
+def test_an_older_result_is_there_while_newer_steps_run(slow_stepper, small):
+    """The step two further on has taken its event."""
+    gate, seen, went_on = threading.Event(), [], []
+
+    def work():
+        seen.append(None)
+        if len(seen) > 2 * 4:  # four ranks: not for the first two steps
+            went_on.append(gate.wait(10))
+
+    made = slow_stepper(work)
+    seen.clear()
+    results = [made.step(payload(small, value)) for value in range(4)]
+    made._await_launch(4)
+    assert [results[value].values()[0] for value in (0, 1)] == [0.0, 10.0]
+    assert not went_on
+    gate.set()
+    made.end()
+    assert [each.values()[0] for each in results] == [0.0, 10.0, 20.0, 30.0]
+
+
+class Interrupted:
+    """A queue with a Ctrl-C ahead of one item or behind it."""
+
+    def __init__(self, queue, *, behind):
+        self.queue, self.behind, self.now = queue, behind, True
+
+    def put(self, item):
+        if self.now and not self.behind:
+            self.now = False
+            raise KeyboardInterrupt
+        self.queue.put(item)
+        if self.now:
+            self.now = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_ctrl_c_while_a_step_is_handed_out_takes_it_or_leaves_it(
+    slow_stepper, small, behind, read
+):
+    """The caller cannot know which; all other steps have their own results."""
+    made = slow_stepper(lambda: None)
+    results = [made.step(payload(small, value)) for value in range(3)]
+    made._entry = Interrupted(made._entry, behind=behind)
+    with pytest.raises(KeyboardInterrupt):
+        made.step(payload(small, 999))
+    for value in range(3, RESULTS + 10):
+        results.append(made.step(payload(small, value)))
+        if read:
+            assert results[-1].values()[0] == 10.0 * value
+    made._entry = Interrupted(made._entry, behind=behind)
+    with pytest.raises(KeyboardInterrupt) as caught:  # which keeps the result of that step alive
+        made.step(payload(small, 999))
+    made._entry = made._entry.queue
+    made.end()
+    assert [each.values()[0] for each in results] == [10.0 * v for v in range(RESULTS + 10)]
+    del caught
+
+
+def test_what_is_copied_behind_a_step_is_ahead_of_its_end(runtime, program):
+    log, prepared = [], runtime.capture(program).prepared(0)
+    prepared._launches = ((("step", (lambda: log.append("step"),)),),)
+    prepared._records = ((lambda: log.append("end"),),) * 2
+    prepared.launch(0, [lambda: log.append("copy")])
+    assert log == ["step", "copy", "end"]
+
+
+def test_a_step_of_one_rank_that_fails_takes_the_replay_with_it(settings, small, program):
+    def before(rank, step, payload):
+        if step == 1:
+            message = "no batch"
+            raise ValueError(message)
+
+    with trlow.Runtime(replace(settings, gpus="0"), small.plan) as runtime:
+        replay = runtime.capture(program)
+        stepper = Stepper([replay], before, small.early)
+        results = [stepper.step(None)]
+        with pytest.raises(trlow.TrlowError, match="no batch"):
+            for _ in range(4):
+                results.append(stepper.step(None))
+        assert replay.closed
+        for result in results[1:]:
+            with pytest.raises(UsageError):
+                result.values()
+        stepper.close()
 
 
 def test_a_staged_replay_gives_no_result(runtime, small, program):
