@@ -15,12 +15,13 @@ from torch_exchange_cases import Hooked, at_once, plain, sgd, wide  # noqa: E402
 
 from trlow.torch import measure  # noqa: E402
 from trlow.torch.batches import BatchShape  # noqa: E402
+from trlow.torch.blueprint import draw  # noqa: E402
 from trlow.torch.buckets import cut  # noqa: E402
 from trlow.torch.course import Course, course_on_gpus  # noqa: E402
 from trlow.torch.measure import readiness  # noqa: E402
 from trlow.torch.member import Member  # noqa: E402
 from trlow.torch.rows import Table, rows  # noqa: E402
-from trlow.torch.work import Work  # noqa: E402
+from trlow.torch.work import Wishes, Work  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = ("weight", "bias")
@@ -34,15 +35,20 @@ def three():
     return nn.Sequential(*layers)
 
 
-def measured(factory, optimizer=sgd, **options):
-    """Members whose step was measured, with the batch and what `readiness` says."""
+def two_members(factory, optimizer=sgd, **options):
+    """With a batch for them."""
     given = {"autocast": None, "accumulate": 1, "clip_norm": None, "world_size": 2, **options}
     work = Work(factory, cases.cross_entropy, optimizer, **given)
     members = [Member(rank, torch.device("cpu"), work) for rank in range(2)]
     (batch,) = cases.batches(1)
     shape = BatchShape(batch, 2)
-    shards = shape.cut(batch)
-    return members, shape, shards, *readiness(members, shape, shards)
+    return members, shape, shape.cut(batch)
+
+
+def measured(factory, optimizer=sgd, **options):
+    """Members whose step was measured, with the batch and what `readiness` says."""
+    made = two_members(factory, optimizer, **options)
+    return *made, *readiness(*made)
 
 
 def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False, **options):
@@ -148,3 +154,13 @@ def test_gradients_of_a_compiled_module_become_ready_together():
         assert measured(compiled)[-1] == 6
     finally:
         torch.compiler.reset()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("factory", [wide, at_once])
+def test_what_is_ready_together_is_one_bucket_where_ranks_copy(factory, copies):
+    wishes = Wishes(None, 1 << 17, None, "mean")
+    drawn = draw(*two_members(factory), wishes, copies=copies, on_host=True)
+    names = [name for bucket in drawn.buckets for name in bucket.names]
+    assert len(names) == 10
+    assert (len(drawn.buckets) == 1) is (copies and factory is at_once)
