@@ -104,8 +104,14 @@ class RankReplay:
             wait()
 
     def is_done(self, parity: int) -> bool:
-        """Whether the newest step of this parity is. From any thread."""
-        return not any(query() for query in self._queries[parity])
+        """Whether the newest step of this parity is. From any thread.
+
+        That something is not ready stays on the thread as its last error, for others to come upon.
+        """
+        done = not any(query() for query in self._queries[parity])
+        if not done:
+            self.rank.platform.cudart.cudaGetLastError()
+        return done
 
     def launch(self, step: int, behind: Sequence[Call] = ()) -> None:
         """Launch one step, the ``step``-th since the run began, and mark the end of it all.

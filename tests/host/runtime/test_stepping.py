@@ -133,6 +133,16 @@ def test_an_older_result_is_there_while_newer_steps_run(slow_stepper, small):
     assert [each.values()[0] for each in results] == [0.0, 10.0, 20.0, 30.0]
 
 
+def test_a_look_at_a_step_that_runs_leaves_no_error_behind(slow_stepper, small):
+    made = slow_stepper(lambda: time.sleep(0.05))
+    with trlow.binding.clib.counting() as counted:
+        assert made.step(payload(small, 3)).values()[0] == 30.0
+    calls = {name: number for (_, name), number in counted.items()}
+    looks = calls["cudaEventQuery"]
+    assert looks > 1
+    assert calls["cudaGetLastError"] in (looks - 1, looks)  # the last may have found it done
+
+
 class Interrupted:
     """A queue with a Ctrl-C ahead of one item or behind it."""
 
