@@ -291,7 +291,11 @@ class Runtime:
     # -- end
 
     def _destroy_graphs(self, rank: Rank) -> None:
-        """Every graph of one rank, on its thread. The replays that hold them are closed."""
+        """Every graph of one rank, on its thread. The replays that hold them are closed.
+
+        Child graphs go as well, so that nothing is warm any more.
+        """
+        self._warmed.clear()
         for replay in self._replays:
             replay.detach()
         for graphs in [

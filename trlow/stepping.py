@@ -109,7 +109,7 @@ class Stepper:
         Raises what a rank raised in this step or one before; afterwards the replay is closed.
         """
         self._check()
-        opening = self._thread is None
+        opening = not self._is_open
         if opening:
             self._open()
         step = self.next_step
@@ -164,7 +164,7 @@ class Stepper:
     def _check(self) -> None:
         """Raise what has ended the run."""
         thread = self._thread
-        if thread is not None and any(replay.closed for replay in self._replays):
+        if thread is not None and thread.ident and any(each.closed for each in self._replays):
             thread.join(2 * GRACE_S)  # it closes them a little before it can say why
         if self._error is not None:
             error, self._error = self._error, None
@@ -174,6 +174,11 @@ class Stepper:
             if replay.closed:
                 message = f"the replay of {replay.program.name!r} is closed; capture it again"
                 raise UsageError(message)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a run has begun and was not ended; a Ctrl-C may keep its thread from starting."""
+        return self._thread is not None and self._thread.ident is not None
 
     def _open(self) -> None:
         self._entry = SimpleQueue()
@@ -206,7 +211,7 @@ class Stepper:
 
     def _forget(self) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and thread.ident:
             thread.join(GRACE_S)
         self._results.clear()
 

@@ -217,7 +217,7 @@ class Team:
             error = self.ranks.join(jobs, on_stop=run.stop, progress=run.moved)
         except BaseException as stopped:
             persist(run.end)  # a second Ctrl-C must not leave ranks half stopped
-            persist(partial(self._recover, jobs, launches=launches))
+            persist(partial(self._recover, jobs, abort=abort))
             self._connection.note(stopped)
             raise
         finally:
@@ -225,7 +225,7 @@ class Team:
             if self._leaving:
                 threading.Event().wait()  # a daemon at interpreter exit: nobody hears its error
         if error is not None:
-            self._recover(jobs, launches=launches)
+            self._recover(jobs, abort=abort)
             explained = run.explained(error)
             self._connection.note(explained)
             raise explained
@@ -246,15 +246,15 @@ class Team:
 
     # -- after a failure
 
-    def _recover(self, jobs: Sequence[Job], *, launches: bool = False) -> None:
+    def _recover(self, jobs: Sequence[Job], *, abort: bool = False) -> None:
         """Graphs destroyed, aborts joined; the team is usable again afterwards, or dead.
 
-        Graphs go after a run that launched them, also of one rank, which has nothing to abort.
+        With ``abort`` also the graphs of a single rank, which has no communicators.
         """
         if not all(job.done for job in jobs):
             self._dead = "a rank did not come back after an abort"
             return
-        if not self._connection.aborting and not launches:
+        if not self._connection.aborting and not abort:
             return
         settled = self.ranks.settle(self.ranks.submit(self._settle_rank))
         failure = self._connection.join_abort()

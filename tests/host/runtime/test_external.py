@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from ctypes import byref, c_void_p
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import trlow
 from trlow import range_op
 from trlow.binding.cudart import cudaHostFn_t
+from trlow.stepping import Stepper
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -158,6 +160,29 @@ def test_a_ready_made_graph_becomes_a_child_graph(runtime, small, mode):
     for rank, graph in enumerate(graphs):
         with runtime.platform.on(runtime.devices[rank]):
             cudart.cudaGraphDestroy(graph)
+
+
+def no_batch(rank, step, payload):
+    message = "no batch"
+    raise ValueError(message)
+
+
+def test_a_child_graph_is_there_again_after_a_step_of_one_rank_that_failed(settings, small):
+    with trlow.Runtime(replace(settings, gpus="0"), small.plan) as runtime:
+        cudart, graph = runtime.platform.cudart, c_void_p()
+        cudart.cudaGraphCreate(byref(graph), 0)
+        external = trlow.External(
+            "graph", (small.early,), (small.plan.range("feature"),), (graph.value,)
+        )
+        program = program_with(small, external)
+        replay = runtime.capture(program)
+        stepper = Stepper([replay], no_batch)
+        with pytest.raises(trlow.TrlowError, match="no batch"):
+            stepper.step(None)
+        assert replay.closed
+        runtime.eager(program)
+        runtime.capture(program).run(2)
+        cudart.cudaGraphDestroy(graph)
 
 
 def test_warm_up_of_a_callback_leaves_persistent_memory_as_it_was(runtime, small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -63,15 +64,15 @@ def stepper(runtime, small, program, fill):
 
 @pytest.fixture
 def slow_stepper(runtime, small, fill):
-    """A function that makes a stepper, each step of which does ``work()`` on every device."""
+    """A function that makes a stepper, each step of which does ``work(rank)`` on every device."""
     with ExitStack() as stack:
 
         def made(work):
-            function = cudaHostFn_t(lambda _: work())
-            stack.callback(lambda: function)  # a graph has its address
+            functions = [cudaHostFn_t(lambda _, rank=rank: work(rank)) for rank in range(4)]
+            stack.callback(functions.clear)  # graphs have their addresses
 
             def body(rank, stream):
-                runtime.platform.cudart.cudaLaunchHostFunc(stream, function, None)
+                runtime.platform.cudart.cudaLaunchHostFunc(stream, functions[rank], None)
 
             external = trlow.External("callback", (small.early,), (small.early,), body)
             stages = (
@@ -99,7 +100,7 @@ def test_every_step_has_its_own_result(stepper, small):
 @pytest.mark.parametrize("back", [0, 1])
 def test_results_are_those_of_their_steps_over_runs_of_any_length(slow_stepper, small, back):
     """The steps of a run alternate between two events, whichever step it began with."""
-    made = slow_stepper(lambda: time.sleep(0.005))
+    made = slow_stepper(lambda _: time.sleep(0.005))
     for value, steps in enumerate([1, 2, 3, 5, 1, 4]):
         results = []
         for number in range(steps):
@@ -117,10 +118,11 @@ def test_an_older_result_is_there_while_newer_steps_run(slow_stepper, small):
     """The step two further on has taken its event."""
     gate, seen, went_on = threading.Event(), [], []
 
-    def work():
-        seen.append(None)
-        if len(seen) > 2 * 4:  # four ranks: not for the first two steps
-            went_on.append(gate.wait(10))
+    def work(rank):
+        if rank == 0:  # whose stream is behind its first two steps by then
+            seen.append(None)
+            if len(seen) > 2:
+                went_on.append(gate.wait(10))
 
     made = slow_stepper(work)
     seen.clear()
@@ -134,7 +136,7 @@ def test_an_older_result_is_there_while_newer_steps_run(slow_stepper, small):
 
 
 def test_a_look_at_a_step_that_runs_leaves_no_error_behind(slow_stepper, small):
-    made = slow_stepper(lambda: time.sleep(0.05))
+    made = slow_stepper(lambda _: time.sleep(0.05))
     with trlow.binding.clib.counting() as counted:
         assert made.step(payload(small, 3)).values()[0] == 30.0
     calls = {name: number for (_, name), number in counted.items()}
@@ -165,7 +167,7 @@ def test_a_ctrl_c_while_a_step_is_handed_out_takes_it_or_leaves_it(
     slow_stepper, small, behind, read
 ):
     """The caller cannot know which; all other steps have their own results."""
-    made = slow_stepper(lambda: None)
+    made = slow_stepper(lambda _: None)
     results = [made.step(payload(small, value)) for value in range(3)]
     made._entry = Interrupted(made._entry, behind=behind)
     with pytest.raises(KeyboardInterrupt):
@@ -181,6 +183,23 @@ def test_a_ctrl_c_while_a_step_is_handed_out_takes_it_or_leaves_it(
     made.end()
     assert [each.values()[0] for each in results] == [10.0 * v for v in range(RESULTS + 10)]
     del caught
+
+
+def test_a_ctrl_c_before_a_run_has_begun_leaves_room_for_another(stepper, small, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            stepper.step(payload(small, 1))
+    assert stepper.step(payload(small, 2)).values()[0] == 20.0
+    stepper.end()
+
+
+def test_a_ctrl_c_before_a_run_has_begun_leaves_nothing_to_end(stepper, small, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            stepper.step(payload(small, 1))
+    stepper.end()
 
 
 def test_what_is_copied_behind_a_step_is_ahead_of_its_end(runtime, program):
