@@ -185,21 +185,29 @@ def test_a_ctrl_c_while_a_step_is_handed_out_takes_it_or_leaves_it(
     del caught
 
 
-def test_a_ctrl_c_before_a_run_has_begun_leaves_room_for_another(stepper, small, monkeypatch):
+@pytest.fixture
+def never_begun(stepper, small, monkeypatch):
+    """A stepper whose first run a Ctrl-C has kept from beginning."""
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             stepper.step(payload(small, 1))
-    assert stepper.step(payload(small, 2)).values()[0] == 20.0
-    stepper.end()
+    return stepper
 
 
-def test_a_ctrl_c_before_a_run_has_begun_leaves_nothing_to_end(stepper, small, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            stepper.step(payload(small, 1))
-    stepper.end()
+def test_a_run_that_never_began_leaves_room_for_another(never_begun, small):
+    assert never_begun.step(payload(small, 2)).values()[0] == 20.0
+    never_begun.end()
+
+
+def test_a_run_that_never_began_has_no_end(never_begun):
+    never_begun.end()
+
+
+def test_a_run_that_never_began_is_refused_where_the_runtime_is_closed(never_begun, runtime, small):
+    runtime.close()
+    with pytest.raises(trlow.TrlowError, match="closed"):
+        never_begun.step(payload(small, 2))
 
 
 def test_what_is_copied_behind_a_step_is_ahead_of_its_end(runtime, program):
