@@ -267,6 +267,23 @@ class Ranks:
             return error.with_rank(rank, self.devices[rank])
         return error
 
+    def located(self, function: Callable[[int], Any], rank: int) -> Callable[[], Any]:
+        """``function(rank)`` whose failed C calls name rank and device."""
+
+        def call() -> Any:
+            try:
+                return function(rank)
+            except ForeignError as error:
+                raise self.locate(error, rank) from error
+
+        return call
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """``function(rank)`` on every rank's thread, with the results; no collective involved."""
+        jobs = self.submit(lambda rank: self.located(function, rank)())
+        self.finish(jobs)
+        return [job.result for job in jobs]
+
     def describe(self, but: int | None = None) -> str:
         """What every rank, or every one ``but`` one, was doing, in words."""
         return ", ".join(

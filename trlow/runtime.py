@@ -70,8 +70,7 @@ class Runtime:
         Raises ``SettingsError`` or ``PlanError`` before anything is allocated, later ``CudaError``,
         ``NcclError`` or ``RankError`` with nothing left behind.
         """
-        self.settings = settings
-        self.plan = plan
+        self.settings, self.plan = settings, plan
         self.platform = platform or Platform.open(settings)
         devices = settings.devices(self.platform.device_count())
         lent = Lent.checked(communicators, streams, len(devices), tuple(Stream))
@@ -92,10 +91,8 @@ class Runtime:
             window=settings.arena == "window",
             lent=lent,
         )
-        ranks = self._team.ranks
-        self._forgotten = weakref.finalize(
-            self, _warn_forgotten, (*ranks.workers, ranks.coordinator)
-        )
+        workers = (*self._team.ranks.workers, self._team.ranks.coordinator)
+        self._forgotten = weakref.finalize(self, _warn_forgotten, workers)
         self._forgotten.atexit = False  # at exit the process itself gives everything back
         try:
             self._team.open()
@@ -298,10 +295,7 @@ class Runtime:
         self._warmed.clear()
         for replay in self._replays:
             replay.detach()
-        for graphs in [
-            *(made[rank.index] for made in self._fused),
-            self._staged[rank.index],
-        ]:
+        for graphs in (*(made[rank.index] for made in self._fused), self._staged[rank.index]):
             graphs.close(rank)
         capturing.release_children(rank)
 

@@ -19,7 +19,7 @@ from trlow.closing import Closing
 from trlow.connection import Connection
 from trlow.device import check_process, forked
 from trlow.enqueue import Rank, Rendezvous, introduce
-from trlow.errors import ForeignError, RankError, UsageError
+from trlow.errors import RankError, UsageError
 from trlow.interop import Lent
 from trlow.joint import JointRun, Part, persist
 from trlow.opening import Opening
@@ -87,7 +87,7 @@ class Team:
     def open(self) -> None:
         """Make communicators, then what every rank owns. Raises with the rank that failed."""
         self._connection.connect(())
-        self.members = self._run(self._open_rank)
+        self.members = self.ranks.run(self._open_rank)
         introduce(self.members)
         self._connection.register(self._arenas)
 
@@ -129,29 +129,10 @@ class Team:
         with self._turn.lock:
             self._turn.taken()
             self.check_usable()
-            job = worker.submit(self._located(lambda _: function(), self._rank_of(worker)))
+            rank = self.ranks.workers.index(worker)
+            job = worker.submit(self.ranks.located(lambda _: function(), rank))
             self.ranks.finish([job])
             return job.result
-
-    def _run(self, function: Callable[[int], Any]) -> list[Any]:
-        """``function(rank)`` on every rank's thread; no collective involved."""
-        jobs = self.ranks.submit(lambda rank: self._located(function, rank)())
-        self.ranks.finish(jobs)
-        return [job.result for job in jobs]
-
-    def _located(self, function: Callable[[int], Any], rank: int) -> Callable[[], Any]:
-        """``function(rank)`` whose failed C calls name rank and device."""
-
-        def call() -> Any:
-            try:
-                return function(rank)
-            except ForeignError as error:
-                raise self.ranks.locate(error, rank) from error
-
-        return call
-
-    def _rank_of(self, worker: Worker) -> int:
-        return self.ranks.workers.index(worker)
 
     def rendezvous(self, groups: Sequence[Group], *, capturing: bool = False) -> Rendezvous | None:
         """A meeting place for ``groups``; None for a single rank, which never meets anybody."""

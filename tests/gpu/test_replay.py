@@ -6,6 +6,7 @@ from ctypes import byref, c_int, c_void_p
 
 import numpy as np
 import pytest
+from exchange_programs import copying
 from memset_cases import (  # noqa: F401  tests that need no rank alone
     test_a_memset_at_the_end_of_a_branch_is_joined,
     test_a_memset_keeps_its_place_between_others,
@@ -18,8 +19,6 @@ import trlow
 from trlow import range_op
 from trlow.capture import NODE_TYPES
 from trlow.errors import RankError
-from trlow.exchange import add, admit, receive, send
-from trlow.plan import Range
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(90)]
 
@@ -126,19 +125,7 @@ def test_the_callers_device_is_as_before(runtime, small):
 @pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
 def test_two_gpus_sum_by_copies(runtime, small, mode):
     """Each sends the first half of a range to the second half of the other's, 20 times."""
-    half = small.early.nbytes // 2
-    mine, inbox = (
-        Range(small.early.offset + place, half, trlow.F32, name, name)
-        for place, name in ((0, "mine"), (half, "inbox"))
-    )
-    token = small.plan.range("one")
-    stages = (
-        trlow.Stage("ADMIT", trlow.Stream.UPDATE, (admit(token, inbox),)),
-        trlow.Stage("SEND", trlow.Stream.TRANS, (send(inbox, mine),)),
-        trlow.Stage("RECEIVE", trlow.Stream.UPDATE, (receive(token, inbox),)),
-        trlow.Stage("ADD", trlow.Stream.COMP_1, (add(mine, inbox),)),
-    )
-    program = trlow.Program.single("copies", stages)
+    program = copying(small)
     replay = None if mode == "eager" else runtime.capture(program, mode)
     set_gradients(runtime)
     if replay is None:

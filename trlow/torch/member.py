@@ -19,7 +19,7 @@ from trlow.torch.buckets import DTYPES, Bucket, Parameter, gradient, inbox, mast
 from trlow.torch.update import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from trlow.dtype import DType
     from trlow.torch.batches import BatchShape
@@ -279,6 +279,14 @@ class Member:
         self.update.step([grad for grads in self._grads for grad in grads], take)
         for bucket in numbers:
             self.clear(bucket)
+
+
+def replicas(places: Sequence[torch.device], work: Work) -> list[Member]:
+    """One member for each place, all with the state of the first."""
+    members = [Member(rank, place, work) for rank, place in enumerate(places)]
+    for member in members[1:]:
+        member.put(members[0].state())
+    return members
 
 
 def _telling(member: weakref.ref[Member], name: str) -> Callable[[torch.Tensor], None]:

@@ -21,11 +21,12 @@ from trlow.torch.blueprint import draw
 from trlow.torch.cuda import CudaSide
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
-from trlow.torch.member import Member
+from trlow.torch.member import replicas
 from trlow.torch.payload import Payload, callers
 from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
 from trlow.torch.stages import step_program
+from trlow.torch.update import copied
 from trlow.torch.views import tensor_of
 from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Wishes, Work
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from trlow.enqueue import Rank
     from trlow.replay import Replay
+    from trlow.torch.member import Member
 
 BUCKET_NBYTES = 25 << 20
 
@@ -84,12 +86,8 @@ class StaticDataParallel:
         self.world_size = len(devices)
         work = Work(factory, loss_fn, optimizer, autocast, accumulate, clip_norm, self.world_size)
         self._copies = ranks_copy(exchange, self._platform, devices, self.settings.arena)
-        self._members = [
-            Member(rank, torch.device(kind, 0 if kind == "cpu" else device), work)
-            for rank, device in enumerate(devices)
-        ]
-        for member in self._members[1:]:
-            member.put(self._members[0].state())
+        places = [torch.device(kind, 0 if kind == "cpu" else device) for device in devices]
+        self._members = replicas(places, work)
         self._work = work
         self._rates = Rates(self._members[0].update.rates)
         self._sides: list[CudaSide | HostSide] = []
@@ -118,7 +116,7 @@ class StaticDataParallel:
         self._check_open()
         shape = BatchShape(example_batch, self.world_size)
         self._drop()
-        state = {name: _copy(value) for name, value in self._members[0].state().items()}
+        state = copied(self._members[0].state())
         history = self._members[0].update.history()
         try:
             self._build(shape, example_batch, state, history)
@@ -232,7 +230,7 @@ class StaticDataParallel:
     def state_dict(self) -> dict[str, Any]:
         """Rank 0's state, copied; interchangeable with that of the plain module."""
         self.synchronize()
-        return {name: _copy(value) for name, value in self._members[0].state().items()}
+        return copied(self._members[0].state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state dict to every rank. Raises ``UsageError`` for one of another module."""
@@ -242,16 +240,7 @@ class StaticDataParallel:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state of rank 0's optimizer, copied, with the learning rates that count."""
         self.synchronize()
-        state = self._members[0].update.optimizer.state_dict()
-        copied = {
-            index: {key: _copy(value) for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
-        groups = [
-            group | {"lr": rate}
-            for group, rate in zip(state["param_groups"], self._rates.now(), strict=True)
-        ]
-        return {"state": copied, "param_groups": groups}
+        return self._members[0].update.state(self._rates.now())
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Copy an optimizer's state to every rank; after ``compile``, which makes it."""
@@ -330,7 +319,3 @@ class StaticDataParallel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

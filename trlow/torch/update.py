@@ -14,7 +14,7 @@ import torch
 from trlow.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trlow.torch.work import Work
 
@@ -55,6 +55,14 @@ def _brief(value: Any) -> Any:
         return value
     number = value.flatten()[0]
     return number.item() if bool((value == number).all()) else value.detach().clone()
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with tensors of its own."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
 
 
 class Update:
@@ -111,10 +119,7 @@ class Update:
     def history(self) -> list[dict[str, Any]]:
         """Copies of the state of each parameter, and last of the loss scale."""
         scale = {"scale": self.scale, "growth": self._growth}
-        return [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-            for state in (*self._states(), scale)
-        ]
+        return [copied(state) for state in (*self._states(), scale)]
 
     def step(self, grads: Sequence[torch.Tensor], take: Callable[[], None] | None = None) -> None:
         """Unscale, clip, take the step; ``grads`` are those of all parameters.
@@ -176,6 +181,13 @@ class Update:
         for name in ("grad_scale", "found_inf"):
             if hasattr(self.optimizer, name):
                 delattr(self.optimizer, name)
+
+    def state(self, rates: Sequence[float]) -> dict[str, Any]:
+        """The optimizer's state dict, copied, with these learning rates."""
+        state = self.optimizer.state_dict()
+        mine = {index: copied(values) for index, values in state["state"].items()}
+        pairs = zip(state["param_groups"], rates, strict=True)
+        return {"state": mine, "param_groups": [group | {"lr": rate} for group, rate in pairs]}
 
     def put(self, state: dict[str, Any]) -> None:
         """Copy the state of an optimizer state dict into the tensors that are there.

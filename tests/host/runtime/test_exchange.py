@@ -6,32 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from exchange_programs import copying
 
 import trlow
 from trlow.device import Platform
 from trlow.enqueue import Rank
 from trlow.errors import CaptureError
-from trlow.exchange import add, admit, receive, send
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def parts(small):
-    half = small.early.nbytes // 2
-    places = ((0, "mine"), (half, "inbox"))
-    return [trlow.Range(small.early.offset + at, half, trlow.F32, n, n) for at, n in places]
-
-
-def copying(small):
-    mine, inbox = parts(small)
-    token = small.plan.range("one")
-    stages = (
-        trlow.Stage("ADMIT", trlow.Stream.UPDATE, (admit(token, inbox),)),
-        trlow.Stage("SEND", trlow.Stream.TRANS, (send(inbox, mine),)),
-        trlow.Stage("RECEIVE", trlow.Stream.UPDATE, (receive(token, inbox),)),
-        trlow.Stage("ADD", trlow.Stream.COMP_1, (add(mine, inbox),)),
-    )
-    return trlow.Program.single("copies", stages)
 
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
