@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trlow.errors import CaptureError, ForeignError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+T = TypeVar("T")
 POLL_S = 0.05  # how soon the waiting thread notices another rank's failure
 GRACE_S = 10.0  # how long ranks may take to come back after an abort
 
@@ -267,10 +268,10 @@ class Ranks:
             return error.with_rank(rank, self.devices[rank])
         return error
 
-    def located(self, function: Callable[[int], Any], rank: int) -> Callable[[], Any]:
+    def located(self, function: Callable[[int], T]) -> Callable[[int], T]:
         """``function(rank)`` whose failed C calls name rank and device."""
 
-        def call() -> Any:
+        def call(rank: int) -> T:
             try:
                 return function(rank)
             except ForeignError as error:
@@ -280,7 +281,7 @@ class Ranks:
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """``function(rank)`` on every rank's thread, with the results; no collective involved."""
-        jobs = self.submit(lambda rank: self.located(function, rank)())
+        jobs = self.submit(self.located(function))
         self.finish(jobs)
         return [job.result for job in jobs]
 

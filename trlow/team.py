@@ -129,8 +129,8 @@ class Team:
         with self._turn.lock:
             self._turn.taken()
             self.check_usable()
-            rank = self.ranks.workers.index(worker)
-            job = worker.submit(self.ranks.located(lambda _: function(), rank))
+            located = self.ranks.located(lambda _: function())
+            job = worker.submit(partial(located, self.ranks.workers.index(worker)))
             self.ranks.finish([job])
             return job.result
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trlow.bench.links import Links
 from trlow.bench.seat import Seat, add_factor, open_seat
-from trlow.errors import ForeignError, RankError
+from trlow.errors import RankError
 from trlow.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -87,13 +87,10 @@ class Crew:
     def on_ranks(self, function: Callable[..., T], *, seated: bool = True) -> list[T]:
         """`function(seat)` on every rank's thread, without collectives; `rank` if not seated."""
 
-        def located(rank: int) -> T:
-            try:
-                return function(self.seats[rank] if seated else rank)
-            except ForeignError as error:
-                raise self.ranks.locate(error, rank) from error
+        def of_rank(rank: int) -> T:
+            return function(self.seats[rank] if seated else rank)
 
-        jobs = self.ranks.submit(located)
+        jobs = self.ranks.submit(self.ranks.located(of_rank))
         self._finish(jobs)
         return [job.result for job in jobs]
 

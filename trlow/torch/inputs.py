@@ -52,6 +52,7 @@ class Inputs:
             self._now = torch.zeros(self._count + 1, dtype=torch.int64, device=member.device)
             self._tables = [_table(each) for each in targets]
             self._copied = [torch.cuda.Event() for _ in range(RUN_AHEAD)]
+            # Torch sets up on its default stream, which no other waits for; steps never use it.
             torch.cuda.current_stream().synchronize()
         self._staging = [[torch.empty_like(each) for each in targets] for _ in range(RUN_AHEAD)]
 
