@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ pytestmark = [
     pytest.mark.timeout(100),
     pytest.mark.usefixtures("torch_threads"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -91,25 +96,54 @@ def test_two_thousand_steps_leave_memory_flat(device, gpu_settings, accumulate):
         assert resident() - on_host < 8 * MIB  # 4 KiB a step would be as much
 
 
-def test_the_third_life_leaves_no_more_memory_than_the_first(device, gpu_settings):
+LIVES = """
+import json, sys
+sys.path[:0] = {paths!r}
+import trlow
+from test_torch_stability import life
+settings = trlow.Settings(**json.loads(sys.argv[1]))
+print(json.dumps([life(settings) for _ in range(4)]))
+"""
+
+
+def life(settings):
+    """All of one, and the memory that is in use behind it: of each GPU, and of the host."""
     given = batch()
+    with made(settings) as static:
+        static.compile(given)
+        for _ in range(20):
+            static.step(given)
+        static.synchronize()
+    del static
+    gc.collect()
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    return gpu_memory(settings.device), resident()
 
-    def live():
-        with made(gpu_settings(2)) as static:
-            static.compile(given)
-            for _ in range(20):
-                static.step(given)
-            static.synchronize()
-        del static
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        return gpu_memory(device), resident()
 
-    lives = [live() for _ in range(3)]
-    for first, third in zip(lives[0][0], lives[2][0], strict=True):
-        assert third - first <= 4 * MIB, lives
-    assert lives[2][1] - lives[0][1] < 64 * MIB, lives  # the host's allocator keeps what it likes
+def test_the_fourth_life_leaves_no_more_memory_than_the_second(gpu_settings):
+    """In a process of one malloc arena.
+
+    With an arena for each thread, which is glibc's way, communicators that come and go alone leave
+    165 MB of resident memory behind until the tenth, all of it free in arenas of NCCL's threads,
+    and none later; that would hide a leak.
+    """
+    paths = [str(ROOT), str(Path(__file__).parent)]
+    fields = json.dumps(dataclasses.asdict(gpu_settings(2)))
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES.format(paths=paths), fields],
+        env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lives = json.loads(done.stdout.splitlines()[-1])
+    (gpus, host), (gpus_later, host_later) = lives[1], lives[3]
+    for earlier, later in zip(gpus, gpus_later, strict=True):
+        assert later - earlier <= 4 * MIB, lives
+    assert host_later - host < 8 * MIB, lives
 
 
 def test_compiling_again_gives_the_memory_of_the_first_time_back(device, gpu_settings):
