@@ -1,14 +1,15 @@
 """Does `trlow bench` tell the same times as nccl-tests, eager and in graphs, either way to launch?
 
-    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--json FILE]
+    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--cpus 2] [--json FILE]
 
 PATH is all_reduce_perf of nccl-tests; it loads the very library that trlow loads. In-place fp32
 sums over all sizes. `threads` stands against -t N, `group` against -g N. For each of the two, eager
 and in graphs, small sizes and large ones apart, as both sides walk through a buffer of the largest
 size: round by round a worker of trlow bench is started and asked for all sizes, then nccl-tests
 runs. Both are fresh processes, because what a small eager call costs the host differs by up to 1.6
-times, on either side, for as long as a thread stays where it is. Medians over rounds are compared,
-the least stands beside; a median of few rounds may be that of places.
+times, on either side, as the CPU is that its thread runs on. So with --cpus both sides of a round
+run on the same CPUs, N of them and others in each round, and what is compared with the bar is the
+median of the rounds' differences. Medians and the least of each side stand beside.
 
 Two clocks: nccl-tests reads the host's, from a barrier to an empty stream, trlow the device's, from
 the end of warm-up calls to the end of the last. So nccl-tests' time holds the start of the first
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,15 +95,29 @@ def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
         size: {"size": size, "part": asdict(part), "trlow": [], "nccl-tests": [], "enqueue": []}
         for size in part.sizes()
     }
-    for _ in range(arguments.rounds):
-        hello, found = trlow(job, rows)
-        for size, times in found.items():
-            rows[size]["trlow"].append(times["time_us"])
-            rows[size]["enqueue"].append(times["enqueue_us"])
-        if arguments.nccl_tests is not None:
-            for size, us in nccl_tests(arguments, part, hello).items():
-                rows[size]["nccl-tests"].append(us)
+    for index in range(arguments.rounds):
+        with on_cpus(arguments.cpus, index):
+            hello, found = trlow(job, rows)
+            for size, times in found.items():
+                rows[size]["trlow"].append(times["time_us"])
+                rows[size]["enqueue"].append(times["enqueue_us"])
+            if arguments.nccl_tests is not None:
+                for size, us in nccl_tests(arguments, part, hello).items():
+                    rows[size]["nccl-tests"].append(us)
     return [judged(part, row) for row in rows.values()]
+
+
+@contextmanager
+def on_cpus(count: int, index: int) -> Iterator[None]:
+    """What is started meanwhile runs on the `index`-th `count` CPUs; 0: on all."""
+    every = sorted(os.sched_getaffinity(0))
+    first = index * count
+    chosen = {every[(first + place) % len(every)] for place in range(count)}
+    os.sched_setaffinity(0, chosen or every)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
 
 
 def trlow(job: Job, sizes: Iterable[int]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -154,12 +170,13 @@ def nccl_tests(
 
 
 def judged(part: Part, row: dict[str, Any]) -> dict[str, Any]:
-    """With medians, ratio and whether the bar is met."""
+    """With the median of the rounds' differences, and whether the bar is met."""
     if not row["nccl-tests"]:
         return row
-    mine, theirs = statistics.median(row["trlow"]), statistics.median(row["nccl-tests"])
-    bar = part.bar(row["size"], theirs)
-    return {**row, "ratio": mine / theirs, "bar_us": bar, "met": mine <= theirs + bar}
+    pairs = zip(row["trlow"], row["nccl-tests"], strict=True)
+    more = statistics.median(mine - theirs for mine, theirs in pairs)
+    bar = part.bar(row["size"], statistics.median(row["nccl-tests"]))
+    return {**row, "more_us": more, "bar_us": bar, "met": more <= bar}
 
 
 def show(part: Part, rows: list[dict[str, Any]]) -> None:
@@ -172,13 +189,13 @@ def show(part: Part, rows: list[dict[str, Any]]) -> None:
                 short(row["size"]),
                 *(f"{pick(row['trlow']):.2f}" for pick in (statistics.median, min, max)),
                 *(f"{pick(theirs):.2f}" if theirs else "-" for pick in (statistics.median, min)),
-                f"{row['ratio']:.3f}" if theirs else "-",
+                f"{row['more_us']:+.2f}" if theirs else "-",
                 f"+{row['bar_us']:.2f}" if theirs else "-",
                 f"{min(row['enqueue']):.2f}",
                 report.verdict(row["met"]) if theirs else "-",
             ]
         )
-    titles = ("size", "trlow us", "least", "most", "nccl-tests us", "least", "ratio", "bar us")
+    titles = ("size", "trlow us", "least", "most", "nccl-tests us", "least", "more us", "bar us")
     report.table((*titles, "enqueue us", ""), cells)
 
 
@@ -186,6 +203,7 @@ def main() -> None:
     made = report.parser(__doc__)
     made.add_argument("--nccl-tests", type=Path, help="all_reduce_perf; without it trlow alone")
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--cpus", type=int, default=0, help="on how many CPUs a side runs; 0: all")
     made.add_argument("--most", type=int, default=512 * MI, help="largest size in bytes")
     made.add_argument("--part", default="threads,group,graphs,eager", help="which of them")
     arguments = made.parse_args()
