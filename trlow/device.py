@@ -17,14 +17,16 @@ from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
+from trlow.binding.calls import CallList
 from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
 from trlow.interop import NON_BLOCKING, StreamHandle, check_lent
 from trlow.kernel_cache import KernelCache
 from trlow.settings import set_variables, variables_in_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from trlow.binding.calls import Call
     from trlow.binding.clib import Library
     from trlow.binding.host import HostLibraries
     from trlow.settings import Settings
@@ -72,9 +74,10 @@ class Platform:
         self._settings = settings
         self.host: Library | None = None
         self._nccl: Library | None = None
+        self._loop: Library | None = None  # what has the loop of call lists
         if name == "host":
             libraries = host_binding.load(settings.host_library)
-            self.host = libraries.host
+            self.host = self._loop = libraries.host
             self.cudart: Library = libraries.cudart
             self.driver: Library = libraries.driver
             self._host_nccl: Library | None = libraries.nccl
@@ -169,6 +172,12 @@ class Platform:
         self.cudart.cudaDeviceCanAccessPeer(byref(can), device, peer)
         self.cudart.cudaDeviceGetP2PAttribute(byref(atomic), NATIVE_ATOMICS, device, peer)
         return bool(can.value and atomic.value)
+
+    def call_list(self, calls: Sequence[Call]) -> CallList:
+        """``calls`` as one that makes them all in C. Raises ``LibraryError``."""
+        if self._loop is None:
+            self._loop = host_binding.load_extensions(self._settings.host_library)
+        return CallList(self._loop, calls)
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:

@@ -9,11 +9,12 @@ in; for it nothing is compiled at run time.
 from __future__ import annotations
 
 import re
-from ctypes import addressof, byref, c_char_p, c_int, c_uint64, c_void_p
+from ctypes import addressof, byref, c_char_p, c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trlow.binding import calls
 from trlow.binding.driver import KernelNodeParams
 from trlow.errors import UsageError
 from trlow.kernel_image import image_of, source_folder
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from ctypes import Array
 
+    from trlow.binding.calls import Call
     from trlow.device import Platform
 
 BLOCK_THREADS = 256
@@ -123,30 +125,34 @@ class Kernels:
 
         Raises ``UsageError`` for a wrong number of values, ``CudaError``.
         """
+        self._platform.driver.cuLaunchKernel(*self._launch(name, values, work, stream))
+
+    def call(self, name: str, values: Sequence[int], work: int, stream: int) -> Call:
+        """``launch`` for a list of calls."""
+        return calls.call(
+            self._platform.driver, "cuLaunchKernel", *self._launch(name, values, work, stream)
+        )
+
+    def _launch(self, name: str, values: Sequence[int], work: int, stream: int) -> tuple[Any, ...]:
+        """The arguments of cuLaunchKernel, which copies the values before it returns."""
         declaration = declarations()[name]
         if len(values) != len(declaration.parameters):
             message = f"{name} takes {len(declaration.parameters)} arguments, got {len(values)}"
             raise UsageError(message)
-        storage, pointers = _pack(values)
-        grid = declaration.grid(work)
-        self._platform.driver.cuLaunchKernel(
-            self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, stream, pointers, None
-        )
-        del storage  # the driver has copied the values when the call returns
+        grid, function = declaration.grid(work), self._functions[name]
+        return function, grid, 1, 1, BLOCK_THREADS, 1, 1, 0, stream, _pack(values), None
 
     def add_node(
         self, name: str, values: Sequence[int], work: int, graph: int, before: Array[c_void_p]
     ) -> int:
         """Put a launch of ``name`` into ``graph`` behind the nodes ``before``; returns the node."""
-        storage, pointers = _pack(values)
         grid, node = declarations()[name].grid(work), c_void_p()
         launch = KernelNodeParams(
-            self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, pointers
+            self._functions[name], grid, 1, 1, BLOCK_THREADS, 1, 1, 0, _pack(values)
         )
         self._platform.driver.cuGraphAddKernelNode_v2(
             byref(node), graph, before, len(before), byref(launch)
         )
-        del storage  # as below a launch
         return node.value or 0
 
     def warm(self, name: str, address: int, stream: int) -> None:
@@ -162,9 +168,9 @@ class Kernels:
             self._platform.driver.cuModuleUnload(module)
 
 
-def _pack(values: Sequence[int]) -> tuple[Array[c_uint64], Array[c_void_p]]:
-    """The values as 8-byte words, and the array of their addresses that cuLaunchKernel reads."""
-    storage = (c_uint64 * len(values))(*values)
-    first = addressof(storage)
-    pointers = (c_void_p * len(values))(*(first + 8 * index for index in range(len(values))))
-    return storage, pointers
+def _pack(values: Sequence[int]) -> Array[c_void_p]:
+    """The addresses that cuLaunchKernel reads, and behind them the 8-byte values they lead to."""
+    packed = (c_void_p * (2 * len(values)))()
+    first = addressof(packed) + 8 * len(values)
+    packed[:] = [*range(first, first + 8 * len(values), 8), *values]
+    return packed

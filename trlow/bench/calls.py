@@ -1,42 +1,34 @@
 """One collective as C calls with every argument converted: what the timed loop runs.
 
-At small sizes the issuing thread is the limit, so it does nothing but call: a step takes no
-arguments, and those of C were made when the loop was. A call works at an offset that walks through
-the whole buffer, as nccl-tests' calls do, so that small sizes are not measured in a cache alone.
+At small sizes the issuing thread is the limit, so the loop is a list that C walks through. A call
+works at an offset that walks through the whole buffer, as nccl-tests' calls do, so that small sizes
+are not measured in a cache alone.
 `inside` stands in a group where one thread issues for all ranks or a rank needs two calls; `after`
 follows the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from ctypes import byref
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from trlow.bench.seat import SCALE_KERNELS
+from trlow.binding.calls import call as c_call
 
 if TYPE_CHECKING:
     from trlow.bench.job import Job
     from trlow.bench.links import Links
     from trlow.bench.seat import Seat
-
-Step: TypeAlias = "Callable[[], Any]"
+    from trlow.binding.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
     """One collective of one rank."""
 
-    inside: tuple[Step, ...]
-    after: tuple[Step, ...] = ()
-
-
-def run(steps: Iterable[Step]) -> None:
-    """Make the calls in order."""
-    for step in steps:
-        step()
+    inside: tuple[Call, ...]
+    after: tuple[Call, ...] = ()
 
 
 def offset_of(job: Job, nbytes: int, call: int) -> int:
@@ -65,8 +57,8 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
         following, before = (seat.rank + 1) % ranks, (seat.rank - 1) % ranks
         return RankCall(
             (
-                nccl.prepare("ncclSend", send, count, code, following, handle, seat.stream),
-                nccl.prepare("ncclRecv", recv, count, code, before, handle, seat.stream),
+                c_call(nccl, "ncclSend", send, count, code, following, handle, seat.stream),
+                c_call(nccl, "ncclRecv", recv, count, code, before, handle, seat.stream),
             )
         )
     middle = [links.reductions[seat.rank]] if job.record.reduces else []
@@ -75,26 +67,25 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
     name = job.record.function
     if links.config is not None:
         name, arguments = f"{name}Config", (*arguments, byref(links.config))
-    after: tuple[Step, ...] = ()
+    after: tuple[Call, ...] = ()
     if job.variant.mean == "sum_then_scale":
-        kernel = SCALE_KERNELS[job.dtype]
         values = (recv, seat.factor, count)
-        after = (partial(seat.kernels.launch, kernel, values, count, seat.stream),)
-    return RankCall((nccl.prepare(name, *arguments),), after)
+        after = (seat.kernels.call(SCALE_KERNELS[job.dtype], values, count, seat.stream),)
+    return RankCall((c_call(nccl, name, *arguments),), after)
 
 
 def lane_call(
     job: Job, links: Links, seats: tuple[Seat, ...], nbytes: int, place: str, call: int
-) -> list[Step]:
+) -> list[Call]:
     """One collective of all ranks that a thread issues: a group if that takes several calls."""
     calls = [rank_call(job, links, seat, nbytes, place, call) for seat in seats]
     inside = [step for one in calls for step in one.inside]
     steps = inside
     if len(inside) > 1 or job.collective == "sendrecv":
         nccl = seats[0].platform.nccl
-        steps = [nccl.prepare("ncclGroupStart"), *inside, nccl.prepare("ncclGroupEnd")]
+        steps = [c_call(nccl, "ncclGroupStart"), *inside, c_call(nccl, "ncclGroupEnd")]
     for seat, one in zip(seats, calls, strict=True):
         if one.after and len(seats) > 1:
-            steps = [*steps, seat.platform.cudart.prepare("cudaSetDevice", seat.device)]
+            steps = [*steps, seat.make_current()]
         steps = [*steps, *one.after]
     return steps

@@ -20,8 +20,8 @@ from trlow.errors import RankError
 from trlow.ranks import Ranks
 
 if TYPE_CHECKING:
-    from trlow.bench.calls import Step
     from trlow.bench.job import Job
+    from trlow.binding.calls import Call
     from trlow.device import Platform
     from trlow.ranks import Job as Running
     from trlow.ranks import Worker
@@ -41,15 +41,11 @@ class Lane:
         if len(self.seats) > 1:
             seat.platform.cudart.cudaSetDevice(seat.device)
 
-    def recording(self, index: int) -> list[Step]:
-        """The calls that record the `index`-th event of every rank."""
-        steps: list[Step] = []
-        for seat in self.seats:
-            cudart = seat.platform.cudart
-            if len(self.seats) > 1:
-                steps.append(cudart.prepare("cudaSetDevice", seat.device))
-            steps.append(cudart.prepare("cudaEventRecord", seat.events[index], seat.stream))
-        return steps
+    def of_each(self, make: Callable[[Seat], Call]) -> list[Call]:
+        """`make` of every rank, each where its device is current."""
+        if len(self.seats) == 1:
+            return [make(self.seats[0])]
+        return [one for seat in self.seats for one in (seat.make_current(), make(seat))]
 
     def synchronize(self) -> None:
         """Wait for every rank's stream."""

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from trlow.bench.calls import Step, lane_call, run
+from trlow.bench.calls import lane_call
 from trlow.bench.exact import Exact, Segment
+from trlow.bench.seat import Seat
 
 if TYPE_CHECKING:
     from trlow.bench.crew import Crew, Lane
-    from trlow.bench.seat import Seat
+    from trlow.binding.calls import Call, CallList
 
 RESOLUTION_US = 0.5  # cudaEventElapsedTime's; one rank in place does nothing at all
 THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
@@ -47,9 +49,9 @@ def measure(crew: Crew, nbytes: int, place: str) -> Times:
     units = {lane: _units(crew, lane, nbytes, place) for lane in crew.lanes}
     calls = job.calls_per_unit
     # Made before any thread begins: one that still made its own would keep the others waiting.
-    wholes = {lane: _loop(lane, *units[lane], each=False) for lane in crew.lanes}
+    wholes = {lane: _loop(crew, lane, units[lane], each=False) for lane in crew.lanes}
     whole = crew.on_lanes(lambda lane: _pass(lane, wholes[lane]))
-    spreads = {lane: _loop(lane, *units[lane], each=True) for lane in crew.lanes}
+    spreads = {lane: _loop(crew, lane, units[lane], each=True) for lane in crew.lanes}
     spread = crew.on_lanes(lambda lane: _pass(lane, spreads[lane]))
     totals = [max(total, RESOLUTION_US) for _, found in whole for (total,) in found]
     rows = [row for _, found in spread for row in found]
@@ -64,16 +66,16 @@ def call_once(crew: Crew, nbytes: int, place: str) -> None:
     """One collective as the timed loop makes it, and a wait."""
     if crew.job.launches:
         capture(crew, nbytes, place, 1)
-        loops = {lane: launches(lane, (nbytes, place, 1)) for lane in crew.lanes}
+        key = (nbytes, place, 1)
+        loops = {lane: lane.of_each(lambda seat: seat.launch(key)) for lane in crew.lanes}
     else:
         loops = {lane: _lane_call(crew, lane, nbytes, place, 0) for lane in crew.lanes}
-    crew.on_lanes(lambda lane: _run_and_wait(lane, loops[lane]))
+    _run_and_wait(crew, loops)
 
 
 def warm(crew: Crew, nbytes: int, place: str) -> None:
     """One eager collective of a size, so that nothing is a first use in a capture."""
-    loops = {lane: _lane_call(crew, lane, nbytes, place, 0) for lane in crew.lanes}
-    crew.on_lanes(lambda lane: _run_and_wait(lane, loops[lane]))
+    _run_and_wait(crew, {lane: _lane_call(crew, lane, nbytes, place, 0) for lane in crew.lanes})
 
 
 def fill(crew: Crew) -> None:
@@ -103,22 +105,12 @@ def capture(crew: Crew, nbytes: int, place: str, calls: int) -> None:
     crew.on_lanes(lambda lane: _instantiate(lane, key, graphs[lane]))
 
 
-def launches(lane: Lane, key: object) -> list[Step]:
-    """One launch of every rank's graph."""
-    steps: list[Step] = []
-    for seat in lane.seats:
-        cudart = seat.platform.cudart
-        if len(lane.seats) > 1:
-            steps.append(cudart.prepare("cudaSetDevice", seat.device))
-        steps.append(cudart.prepare("cudaGraphLaunch", seat.graphs[key][1], seat.stream))
-    return steps
+def _calls(crew: Crew, lane: Lane, nbytes: int, place: str, calls: int) -> CallList:
+    every = (_lane_call(crew, lane, nbytes, place, call) for call in range(calls))
+    return crew.platform.call_list(list(chain.from_iterable(every)))
 
 
-def _calls(crew: Crew, lane: Lane, nbytes: int, place: str, calls: int) -> list[Step]:
-    return [step for call in range(calls) for step in _lane_call(crew, lane, nbytes, place, call)]
-
-
-def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> list[Step]:
+def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> list[Call]:
     return lane_call(crew.job, crew.links, lane.seats, nbytes, place, call)
 
 
@@ -126,19 +118,19 @@ def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> li
 class Loop:
     """The calls of one pass of a lane, in a row each, and how many events they record."""
 
-    before: list[Step]
-    timed: list[Step]
-    after: list[Step]
+    before: CallList
+    timed: CallList
+    after: CallList
     events: int
 
 
 def _units(
     crew: Crew, lane: Lane, nbytes: int, place: str
-) -> tuple[list[list[Step]], list[list[Step]]]:
+) -> tuple[list[list[Call]], list[list[Call]]]:
     """Warm-ups and timed units."""
     job = crew.job
     if job.launches:
-        once = launches(lane, (nbytes, place, job.iterations))
+        once = lane.of_each(lambda seat: seat.launch((nbytes, place, job.iterations)))
         return [once] * job.warmups, [once] * job.launches
     every = [_lane_call(crew, lane, nbytes, place, call) for call in range(job.iterations)]
     warmups = [every[index % len(every)] for index in range(job.warmups)]
@@ -146,42 +138,50 @@ def _units(
 
 
 def _loop(
-    lane: Lane, warmups: Sequence[Sequence[Step]], units: Sequence[Sequence[Step]], *, each: bool
+    crew: Crew, lane: Lane, units: tuple[list[list[Call]], list[list[Call]]], *, each: bool
 ) -> Loop:
-    """The units with events around them all, or with one behind each."""
-    before = [*chain.from_iterable(warmups), *lane.recording(0)]
+    """The timed units with events around them all, or with one behind each."""
+    make = crew.platform.call_list
+    events = [
+        lane.of_each(partial(Seat.record, index=index)) for index in range(crew.job.units + 1)
+    ]
+    warmups, timed = units
+    before = make([*chain.from_iterable(warmups), *events[0]])
     if not each:
-        return Loop(before, list(chain.from_iterable(units)), lane.recording(1), 2)
-    timed: list[Step] = []
-    for index, unit in enumerate(units, 1):
-        timed += [*unit, *lane.recording(index)]
-    return Loop(before, timed, [], len(units) + 1)
+        return Loop(before, make(list(chain.from_iterable(timed))), make(events[1]), 2)
+    marked = chain.from_iterable(zip(timed, events[1:], strict=True))
+    return Loop(before, make(list(chain.from_iterable(marked))), make([]), len(events))
 
 
 def _pass(lane: Lane, loop: Loop) -> tuple[float, list[list[float]]]:
     """Seconds of the loop on the host, and per rank the µs between events."""
-    run(loop.before)
+    loop.before()
     begun = time.perf_counter()
-    run(loop.timed)
+    loop.timed()
     seconds = time.perf_counter() - begun
-    run(loop.after)
+    loop.after()
     lane.synchronize()
     return seconds, [
         [seat.elapsed_us(*pair) for pair in pairwise(range(loop.events))] for seat in lane.seats
     ]
 
 
-def _run_and_wait(lane: Lane, steps: Sequence[Step]) -> None:
-    run(steps)
-    lane.synchronize()
+def _run_and_wait(crew: Crew, calls: Mapping[Lane, list[Call]]) -> None:
+    lists = {lane: crew.platform.call_list(calls[lane]) for lane in crew.lanes}
+
+    def wait(lane: Lane) -> None:
+        lists[lane]()
+        lane.synchronize()
+
+    crew.on_lanes(wait)
 
 
-def _capture(lane: Lane, steps: Sequence[Step]) -> list[int]:
+def _capture(lane: Lane, calls: CallList) -> list[int]:
     """Begin on every rank, enqueue, end on every rank; the graphs in rank order."""
     for seat in lane.seats:
         lane.current(seat)
         seat.platform.cudart.cudaStreamBeginCapture(seat.stream, THREAD_LOCAL)
-    run(steps)
+    calls()
     found = []
     for seat in lane.seats:
         lane.current(seat)

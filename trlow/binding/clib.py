@@ -14,7 +14,7 @@ import ctypes
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,16 @@ from typing import Any
 from trlow.binding.prototype import Prototype
 from trlow.errors import ForeignError, LibraryError
 
-__all__ = ["ANY_CODE", "Interface", "Library", "copies", "counting", "find", "open_library"]
+__all__ = [
+    "ANY_CODE",
+    "Interface",
+    "Library",
+    "copies",
+    "count",
+    "counting",
+    "find",
+    "open_library",
+]
 
 ANY_CODE = range(-(2**31), 2**31)  # of a function whose return value is an answer, not a verdict
 
@@ -82,16 +91,14 @@ class Library:
         """
         if name.startswith("_"):
             raise AttributeError(name)
-        prototype = self._prototype(name)
-        self.require(name, prototype.since)
-        if not self._exports(name):
-            raise LibraryError(
-                f"{self.interface.title} {self.version_text} from {self.path} has no {name}, "
-                f"although its version should; {self.interface.remedy or 'use another build'}"
-            )
-        function = self._bind(prototype)
+        function = self._bind(self._gated(name))
         setattr(self, name, function)
         return function
+
+    def address(self, name: str) -> int:
+        """Where the C function `name` is. AttributeError, LibraryError as for its attribute."""
+        self._gated(name)
+        return ctypes.cast(self._cdll[name], ctypes.c_void_p).value or 0
 
     def prepare(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """The call `name(*arguments)`, for loops in which converting them is most of the cost.
@@ -101,7 +108,7 @@ class Library:
         for arguments that the prototype does not take.
         """
         getattr(self, name)  # the gate
-        prototype = self._prototype(name)
+        prototype = self.prototype(name)
         if len(arguments) != len(prototype.argtypes):
             raise TypeError(
                 f"{name} takes {len(prototype.argtypes)} arguments, got {len(arguments)}"
@@ -119,7 +126,7 @@ class Library:
 
     def has(self, name: str) -> bool:
         """Whether `name` can be called: version and symbol. AttributeError on an unknown name."""
-        return self.version >= self._prototype(name).since and self._exports(name)
+        return self.version >= self.prototype(name).since and self._exports(name)
 
     def require(self, what: str, since: int) -> None:
         """Raise LibraryError if the library is older than version code `since`."""
@@ -129,13 +136,30 @@ class Library:
                 f"loaded {self.version_text} from {self.path}"
             )
 
-    def _prototype(self, name: str) -> Prototype:
+    def judge(self, name: str, code: int) -> None:
+        """Raise the error of a call of `name` that returned `code`, unless that is no failure."""
+        if code and code not in self.interface.tolerated.get(name, ()):
+            raise self.interface.failure(self, name, code)
+
+    def prototype(self, name: str) -> Prototype:
+        """How `name` is declared, whether or not the loaded library has it. AttributeError."""
         try:
             return self.interface.prototypes[name]
         except KeyError:
             raise AttributeError(
                 f"trlow binds no {self.interface.title} function {name!r}"
             ) from None
+
+    def _gated(self, name: str) -> Prototype:
+        """How `name` is declared, if the loaded library has it."""
+        prototype = self.prototype(name)
+        self.require(name, prototype.since)
+        if not self._exports(name):
+            raise LibraryError(
+                f"{self.interface.title} {self.version_text} from {self.path} has no {name}, "
+                f"although its version should; {self.interface.remedy or 'use another build'}"
+            )
+        return prototype
 
     def _exports(self, name: str) -> bool:
         try:
@@ -160,14 +184,14 @@ class Library:
 
         def check_status(code: int, _function: Any, _arguments: Any) -> int:
             if _counters:
-                _count(name)
+                count((name,))
             if code and code not in allowed:
                 raise fail(self, name, code)
             return code
 
         def pass_result(result: Any, _function: Any, _arguments: Any) -> Any:
             if _counters:
-                _count(name)
+                count((name,))
             return result
 
         return check_status if prototype.result == self.interface.status else pass_result
@@ -238,10 +262,11 @@ def counting() -> Iterator[Calls]:
             _counters[:] = [other for other in _counters if other is not calls]
 
 
-def _count(name: str) -> None:
-    key = (get_ident(), name)  # no two threads share a key, so none loses an increment
+def count(names: Iterable[str]) -> None:
+    """Note calls of the calling thread that returned, wherever calls are counted."""
     for calls in tuple(_counters):
-        calls[key] += 1
+        for name in names:
+            calls[get_ident(), name] += 1  # no two threads share a key: no increment is lost
 
 
 def _site_packages() -> list[str]:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trlow.binding import cudart, driver, nccl
+from trlow.binding.calls import Entry
 from trlow.binding.clib import Interface, Library, open_library
 from trlow.binding.prototype import read_prototypes, read_types
 from trlow.errors import CudaError, LibraryError
 
 TYPES = """
 typedef int trlowHostStatus_t;
+typedef struct { const void* function; unsigned long long words[12]; } trlowHostCall;
 """
 
 PROTOTYPES = """
@@ -29,6 +31,7 @@ int trlowHostLive(const char* what);
 trlowHostStatus_t trlowHostIssuerEnter(void);
 trlowHostStatus_t trlowHostIssuerLeave(void);
 trlowHostStatus_t trlowHostProgressTimeout(int milliseconds);
+long long trlowHostRun(const trlowHostCall* calls, long long count, int* code);
 """
 
 DEFAULT_PATH = Path(__file__).resolve().parents[1] / "_native" / "libtrlow_host.so"
@@ -46,11 +49,21 @@ class HostLibraries:
 
 def load(path: str | None = None) -> HostLibraries:
     """The host device from `path`, or else the one built into the package. LibraryError."""
-    chosen = Path(path) if path is not None else DEFAULT_PATH
-    if path is None and not chosen.is_file():
-        raise LibraryError(f"the host device is not built: no file {chosen}; run `make native`")
     tables = (cudart.INTERFACE, driver.INTERFACE, nccl.INTERFACE, INTERFACE)
-    return HostLibraries(*(open_library(table, str(chosen), "host") for table in tables))
+    return HostLibraries(*(_open(table, path) for table in tables))
+
+
+def load_extensions(path: str | None = None) -> Library:
+    """Its own functions alone: `trlowHostRun` makes calls of any library. LibraryError."""
+    return _open(INTERFACE, path)
+
+
+def _open(table: Interface, path: str | None) -> Library:
+    if path is None and not DEFAULT_PATH.is_file():
+        raise LibraryError(
+            f"the host device is not built: no file {DEFAULT_PATH}; run `make native`"
+        )
+    return open_library(table, path or str(DEFAULT_PATH), "host")
 
 
 def _failure(library: Library, function: str, code: int) -> CudaError:
@@ -63,7 +76,7 @@ _NAMES = {int(code): code.name for code in cudart.cudaError}
 INTERFACE = Interface(
     title="host device",
     short="trlow_host",
-    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {})),
+    prototypes=read_prototypes(PROTOTYPES, read_types(TYPES, {"trlowHostCall": Entry})),
     status="trlowHostStatus_t",
     failure=_failure,
     remedy="run `make native`",
