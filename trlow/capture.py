@@ -20,6 +20,7 @@ from trlow.nodes import INVALIDATED, NOT_CAPTURING, capture_status, nodes_of
 from trlow.program import Stream
 from trlow.range_op import FeedCopy, Launch, PeerCopy
 from trlow.ranks import PeerFailedError
+from trlow.recording import PlainRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from trlow.enqueue import Group, Rank, Rendezvous
     from trlow.program import Program, Stage
 
-THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads' calls are their own business
 CHILD_GRAPH = 4  # cudaGraphNodeTypeGraph
 # cudaGraphNodeType -> name, as driver_types.h numbers them
 NODE_TYPES = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty"} | {
@@ -142,27 +142,27 @@ def capture_rank(
 def _capture_section(
     rank: Rank, section: Section, rendezvous: Rendezvous | None, graphs: Graphs
 ) -> None:
-    cudart = rank.platform.cudart
+    recorder = rank.recorder or PlainRecorder(rank.platform)
     stream = rank.streams[section.stream]
     rank.status.stage = section.stages[0].name if len(section.stages) == 1 else None
-    graph = c_void_p()
-    cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
+    recorder.begin(stream)
     if rank.watch is not None:
         graphs.beats.append(rank.watch.begin_capture())
     try:
         section.enqueue(rank, rendezvous)
-        cudart.cudaStreamEndCapture(stream, byref(graph))
+        graph = recorder.end(stream)
     except BaseException as error:
         spoiled = _abandon(rank, stream)
+        recorder.forget(stream)
         if spoiled and isinstance(error, PeerFailedError):
             message = "something else used this device during its capture and invalidated it"
             raise CaptureError(
                 message, rank=rank.index, stage=rank.status.stage, op=rank.status.op
             ) from error
         raise
-    graphs.graphs[section.key] = graph.value or 0
-    replace_memsets(rank.platform, rank.kernels, graph.value or 0)
-    graphs.nodes[section.key] = node_types(rank, graph.value or 0)
+    graphs.graphs[section.key] = graph
+    replace_memsets(rank.platform, rank.kernels, graph)
+    graphs.nodes[section.key] = node_types(rank, graph)
 
 
 def _abandon(rank: Rank, stream: int) -> bool:

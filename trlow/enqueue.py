@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trlow.marks import Tracer, Watch
     from trlow.program import External, Program, Stage
     from trlow.ranks import Status
+    from trlow.recording import Recorder
 
 HOST_TO_DEVICE, BY_ADDRESS = 1, 4  # cudaMemcpyKind
 
@@ -60,6 +61,7 @@ class Rank:
     tracer: Tracer | None = None  # stamps around stages, while a program is captured for a trace
     children: dict[External, int] = field(default_factory=dict)  # its graph, made executable
     next: Neighbour | None = None  # none for a single rank
+    recorder: Recorder | None = None  # who begins and ends captures; None: CUDA itself
 
     def mark(self, name: str, stream: int) -> None:
         """Leave a beat at this place of a capture, if anybody watches."""

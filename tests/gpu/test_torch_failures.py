@@ -151,13 +151,25 @@ class Reads(torch.nn.Module):
         return rows * (1.0 if rows.sum().item() > 0 else 2.0)
 
 
+class Draws(torch.nn.Module):
+    """From a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = None
+
+    def forward(self, rows):
+        self.generator = self.generator or torch.Generator(rows.device)
+        return rows * torch.rand(rows.shape, device=rows.device, generator=self.generator)
+
+
 @pytest.mark.parametrize(
     ("factory", "name", "hint"),
     [
         (lambda: mlp(Reads()), "Reads", "item()"),
-        (lambda: mlp(torch.nn.Dropout(0.5)), "Dropout", "random"),
+        (lambda: mlp(Draws()), "Draws", "random"),
     ],
-    ids=["item", "dropout"],
+    ids=["item", "own generator"],
 )
 def test_what_a_graph_cannot_hold_is_named(device, settings, in_time, factory, name, hint):
     if device == "host":

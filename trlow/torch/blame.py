@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 HINTS = {
-    "generator": "the step draws random numbers (dropout?), which a captured step cannot",
+    "generator": (
+        "the step draws random numbers from a generator that is not its device's own, or that the "
+        "measured step did not draw, which a captured step cannot"
+    ),
     "capturing": (
         "the step waits for the device or copies to the host (item(), print, nonzero, .cpu()), "
         "which a captured step cannot"

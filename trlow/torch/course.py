@@ -35,6 +35,7 @@ class Course:
     adds: bool = False  # and adds the peer's gradients itself
     early: bool = False  # a weight changes as soon as its gradient is summed
     direct: frozenset[str] = frozenset()  # parameters whose gradients are not gathered
+    draws: bool = False  # random numbers
 
 
 def course_on_gpus(
@@ -58,7 +59,8 @@ def course_on_gpus(
     direct = frozenset[str]()
     if copies and adds and members[0].work.accumulate == 1:
         direct = _direct(members, buckets)
-    return Course(copies, fused, adds, early, direct)
+    draws = any(member.draws for member in members)
+    return Course(copies, fused, adds, early, direct, draws)
 
 
 def is_covered(member: Member) -> bool:

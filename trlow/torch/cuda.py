@@ -17,6 +17,7 @@ import torch
 from trlow.errors import UsageError
 from trlow.program import Stream
 from trlow.torch.course import Course, is_covered
+from trlow.torch.draws import Draws
 from trlow.torch.fused import KERNELS, FusedStep, counts_one_step
 from trlow.torch.inputs import Inputs, stream_of
 from trlow.torch.rows import GATHER, Table, alike, rows
@@ -48,13 +49,16 @@ class CudaSide:
         self._index = member.device.index
         self._streams: dict[int, torch.cuda.Stream] = {}
         with torch.cuda.device(self._index):
-            self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+            pool = torch.cuda.MemPool()
             # Without timing; an event is made by its first record, which is in the warm-up.
             self._ready = [torch.cuda.Event() for _ in member.buckets]
             self._computed, self._gathered = torch.cuda.Event(), torch.cuda.Event()
         self._inputs = Inputs(rank, member)
         self._tables: list[Table] = []  # of captured kernels, filled behind the capture
         self._spare: list[Table] = []  # of the warm-up
+        self._pool: torch.cuda.MemPool | None = pool
+        self._draws = Draws(rank, member.device, pool) if course.draws else None
+        rank.recorder = self._draws
         self._base, self._next = rank.arena.base, rank.next
         self._fused = self._fused_step(course) if course.fused else None
         if course.copies:
@@ -84,6 +88,9 @@ class CudaSide:
             message = "the pool is closed"
             raise RuntimeError(message)
         with torch.cuda.device(index), torch.cuda.stream(stream):
+            if self._draws is not None and self._draws.recording:
+                yield stream  # the pool takes what belongs to this capture
+                return
             torch._C._cuda_beginAllocateToPool(index, pool.id)
             try:
                 yield stream
@@ -188,6 +195,8 @@ class CudaSide:
             table.fill()
         self._spare.clear()
         self._inputs.settle()
+        if self._draws is not None:
+            self._draws.settle()
 
     def _fused_step(self, course: Course) -> FusedStep:
         member = self.member
@@ -239,8 +248,10 @@ class CudaSide:
                 self.member.clear(bucket)
 
     def before(self, rank: Rank, payload: Payload) -> None:
-        """The inputs of a step, ahead of the graph."""
+        """The inputs of a step and its random numbers, ahead of the graph."""
         self._inputs.bring(rank, payload)
+        if self._draws is not None:
+            self._draws.count(payload.replay)
 
     def alone(self, rank: Rank, function: Callable[[], None]) -> None:
         """Run torch work outside of any step; it is complete on return."""
@@ -260,6 +271,8 @@ class CudaSide:
         for parameter in self.member.trainable.values():
             parameter.grad = None
         self._inputs.close()
+        if self._draws is not None:
+            self._draws.close()
         self._tables.clear()
         self._spare.clear()
         self._fused = None

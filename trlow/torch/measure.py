@@ -11,6 +11,7 @@ import torch
 
 from trlow.errors import UsageError
 from trlow.torch.blame import blamed
+from trlow.torch.draws import generator_state, undrawn
 from trlow.torch.rows import alike
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def readiness(
                 side.wait_stream(torch.cuda.current_stream(member.device))
                 stack.enter_context(torch.cuda.stream(side))
             inputs = [leaf.to(member.device) for leaf in shard]
+            drawn = generator_state(member.device)
             try:
                 loss = member.run_forward(shape, inputs)
                 sources = _sources(loss)
                 member.run_backward(loss)
+                member.draws = not torch.equal(drawn, generator_state(member.device))
                 together.append(_together(member, sources))
                 member.steady = _steady(member)
                 member.update.optimizer.step()
@@ -115,7 +118,8 @@ def may_update_early(member: Member, shape: BatchShape, shard: list[torch.Tensor
         try:
             kept = {name: weight.detach().clone() for name, weight in member.trainable.items()}
             inputs = [leaf.to(member.device) for leaf in shard]
-            right = _gradients(member, shape, inputs)
+            with undrawn([member.device]):
+                right = _gradients(member, shape, inputs)
             member.probing = True
             return _are_close(right, _gradients(member, shape, inputs))
         except RuntimeError:  # torch.OutOfMemoryError, too

@@ -19,6 +19,7 @@ from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
 from trlow.torch.blueprint import draw
 from trlow.torch.cuda import CudaSide
+from trlow.torch.draws import undrawn
 from trlow.torch.host import HostSide
 from trlow.torch.loss import Loss
 from trlow.torch.member import replicas
@@ -26,6 +27,7 @@ from trlow.torch.payload import Payload, callers
 from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
 from trlow.torch.stages import step_program
+from trlow.torch.streams import Loan
 from trlow.torch.update import copied
 from trlow.torch.views import tensor_of
 from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Wishes, Work
@@ -44,8 +46,9 @@ class StaticDataParallel:
     """A replica of a module on every rank, whose step is captured once and replayed.
 
     What is static is checked: shapes and dtypes of the batch, the parameters that get a gradient,
-    the order in which they get it. A step may not allocate outside of torch, wait for the device,
-    or draw random numbers (dropout). Used by one thread; a context manager.
+    the order in which they get it. A step may not allocate outside of torch or wait for the device.
+    It draws the random numbers (dropout) that it would draw without a capture, from the generator
+    of its rank's GPU. Used by one thread; a context manager.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class StaticDataParallel:
         self._rates = Rates(self._members[0].update.rates)
         self._sides: list[CudaSide | HostSide] = []
         self._runtime: Runtime | None = None
+        self._loan: Loan | None = None
         self._stepper: Stepper | None = None
         self._replays: list[Replay] = []
         self._shape: BatchShape | None = None
@@ -108,10 +112,10 @@ class StaticDataParallel:
     def compile(self, example_batch: Any) -> None:
         """Measure, plan, warm up and capture for batches like this one.
 
-        Weights, running statistics and the optimizer's history stay as they are. The first
-        dimension of each tensor counts the rows of all ranks. Called again after a failed step it
-        captures anew. Raises ``UsageError``, ``CaptureError``, ``RankError``, with nothing left
-        behind.
+        Weights, running statistics, random generators and the optimizer's history stay as they
+        are. The first dimension of each tensor counts the rows of all ranks. Called again after a
+        failed step it captures anew. Raises ``UsageError``, ``CaptureError``, ``RankError``, with
+        nothing left behind.
         """
         self._check_open()
         shape = BatchShape(example_batch, self.world_size)
@@ -119,7 +123,8 @@ class StaticDataParallel:
         state = copied(self._members[0].state())
         history = self._members[0].update.history()
         try:
-            self._build(shape, example_batch, state, history)
+            with undrawn(member.device for member in self._members):
+                self._build(shape, example_batch, state, history)
             self._shape = shape
         except BaseException as error:
             rank = getattr(error, "rank", None) or 0
@@ -140,7 +145,10 @@ class StaticDataParallel:
         on_host, wishes = self._platform.name == "host", self._wishes
         drawn = draw(members, shape, shards, wishes, copies=self._copies, on_host=on_host)
         plan, course = drawn.plan, drawn.course
-        runtime = self._runtime = Runtime(self.settings, plan, platform=self._platform)
+        self._loan = Loan(self._platform, [] if on_host else [m.device.index for m in members])
+        lent = self._loan.streams
+        runtime = Runtime(self.settings, plan, platform=self._platform, streams=lent)
+        self._runtime = runtime
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
@@ -184,9 +192,9 @@ class StaticDataParallel:
             raise UsageError("step() takes a batch, or shards=[...], one batch for each rank")
         parts = shape.cut(batch) if shards is None else shape.given(shards)
         self._steps += 1
-        last = self._steps % self._work.accumulate == 0
-        payload = Payload(parts, self._rates.changed(), callers(parts))
-        result = stepper.step(payload, 0 if last else 1)
+        which = 0 if self._steps % self._work.accumulate == 0 else 1
+        payload = Payload(parts, self._rates.changed(), callers(parts), which)
+        result = stepper.step(payload, which)
         return Loss(result, self.world_size)
 
     def synchronize(self) -> None:
@@ -266,9 +274,9 @@ class StaticDataParallel:
 
     def _drop(self) -> None:
         """Everything that compile() made; the modules live on in memory of their own."""
-        runtime, stepper, sides = self._runtime, self._stepper, self._sides
-        self._runtime, self._stepper = None, None
-        if runtime is None:
+        runtime, stepper, sides, loan = self._runtime, self._stepper, self._sides, self._loan
+        self._runtime, self._stepper, self._loan = None, None, None
+        if runtime is None or loan is None:
             return
         failure = None
         try:
@@ -287,6 +295,8 @@ class StaticDataParallel:
                 runtime.close()
                 if stepper is not None:
                     stepper.close()
+            if not runtime.dead:
+                loan.give_back()
         if failure is not None:
             warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=3)
 

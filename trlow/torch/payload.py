@@ -14,6 +14,7 @@ class Payload:
     shards: list[list[torch.Tensor]]  # by rank, then by leaf of the batch
     rates: tuple[float, ...] | None  # by parameter group; None: as before
     callers: dict[torch.device, int]  # streams behind which shards on a GPU are complete
+    replay: int  # which one takes it, in the order of capture
 
 
 def callers(parts: list[list[torch.Tensor]]) -> dict[torch.device, int]:

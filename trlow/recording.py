@@ -1,0 +1,44 @@
+"""Who begins and ends a capture: CUDA itself, or a library that wants to know of it."""
+
+from __future__ import annotations
+
+from ctypes import byref, c_void_p
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from trlow.device import Platform
+
+THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads' calls are their own business
+
+
+class Recorder(Protocol):
+    """Of one rank, on its own thread. At most one capture is open at a time."""
+
+    def begin(self, stream: int) -> None:
+        """Begin a thread-local capture."""
+
+    def end(self, stream: int) -> int:
+        """End it: the graph (cudaGraph_t), which is the caller's."""
+
+    def forget(self, stream: int) -> None:
+        """One that was begun has failed, and ``stream`` captures no more."""
+
+
+class PlainRecorder:
+    """CUDA's own calls."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._cudart = platform.cudart
+
+    def begin(self, stream: int) -> None:
+        """Begin a capture. Raises ``CudaError``."""
+        self._cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
+
+    def end(self, stream: int) -> int:
+        """End it. Raises ``CudaError``, for one that was invalidated as well."""
+        graph = c_void_p()
+        self._cudart.cudaStreamEndCapture(stream, byref(graph))
+        return graph.value or 0
+
+    def forget(self, stream: int) -> None:
+        """Nobody else knows of it."""
