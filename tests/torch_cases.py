@@ -127,7 +127,7 @@ def trained(static, given):
 
 
 def compiled(static):
-    return static._stepper is not None
+    return static._captured is not None
 
 
 def assert_close(mine, other, tolerance=WEIGHTS):

@@ -298,14 +298,14 @@ def test_a_batch_of_another_shape_or_dtype_is_refused_and_the_next_step_works(se
 def test_a_rank_that_raises_ahead_of_its_launch(settings, in_time, rank, step):
     with made(settings) as static:
         static.compile(batch())
-        before = static._sides[rank].before
+        before = static._captured.sides[rank].before
 
         def broken(of_rank, payload):
             if of_rank.status.step == step:
                 raise OSError("no more data")
             before(of_rank, payload)
 
-        static._sides[rank].before = broken
+        static._captured.sides[rank].before = broken
         begun = time.monotonic()
         with pytest.raises(RankError, match="no more data") as caught:
             for _ in range(10):
@@ -325,14 +325,14 @@ def test_a_rank_that_never_launches_is_an_error_within_the_deadline(gpu_settings
     settings = gpu_settings(2, deadline_s=3.0)
     with made(settings) as static:
         static.compile(batch())
-        before = static._sides[1].before
+        before = static._captured.sides[1].before
 
         def late(rank, payload):
             if rank.status.step == 3:
                 release.wait(6.0)
             before(rank, payload)
 
-        static._sides[1].before = late
+        static._captured.sides[1].before = late
         begun = time.monotonic()
         with pytest.raises(RankError, match="no progress"):
             for _ in range(10):

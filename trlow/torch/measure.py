@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from trlow.torch.draws import generator_state, undrawn
 from trlow.torch.rows import alike
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trlow.torch.batches import BatchShape
     from trlow.torch.member import Member
 
@@ -33,11 +35,7 @@ def readiness(
     """
     together = []
     for member, shard in zip(members, shards, strict=True):
-        with ExitStack() as stack:
-            if member.device.type == "cuda":
-                side = torch.cuda.Stream(member.device)
-                side.wait_stream(torch.cuda.current_stream(member.device))
-                stack.enter_context(torch.cuda.stream(side))
+        with _aside(member):
             inputs = [leaf.to(member.device) for leaf in shard]
             drawn = generator_state(member.device)
             try:
@@ -55,8 +53,6 @@ def readiness(
             for parameter in member.trainable.values():
                 parameter.grad = None
             del inputs, loss, sources
-            if member.device.type == "cuda":
-                side.synchronize()  # ends by itself: nothing on it waits for another rank
     for member in members[1:]:
         if member.order != members[0].order:
             pairs = zip(members[0].order, member.order, strict=True)
@@ -66,6 +62,24 @@ def readiness(
                 f"rank 0 ({first}): a module's graph may not depend on its data or its rank"
             )
     return tuple(members[0].order), min(together)
+
+
+@contextmanager
+def _aside(member: Member) -> Iterator[None]:
+    """On the stream of later captures, behind the current one; complete at the end.
+
+    What a module keeps of this body's graph then fits those. Nothing on it waits for another rank.
+    """
+    side = member.side
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream(member.device))
+    with torch.cuda.stream(side):
+        try:
+            yield
+        finally:
+            side.synchronize()
 
 
 def _sources(loss: torch.Tensor) -> dict[int, set[Any]]:
@@ -108,12 +122,7 @@ def may_update_early(member: Member, shape: BatchShape, shard: list[torch.Tensor
     gradients. The weights are put back. Where it cannot be told the answer is no, which costs only
     speed.
     """
-    with ExitStack() as stack:
-        if member.device.type == "cuda":
-            side = torch.cuda.Stream(member.device)
-            side.wait_stream(torch.cuda.current_stream(member.device))
-            stack.enter_context(torch.cuda.stream(side))
-            stack.callback(side.synchronize)
+    with _aside(member):
         kept: dict[str, torch.Tensor] = {}
         try:
             kept = {name: weight.detach().clone() for name, weight in member.trainable.items()}

@@ -59,6 +59,7 @@ class Member:
         self._bucket_of: dict[str, int] = {}
         self.steady: frozenset[str] = frozenset()  # gradients that lie as their parameters do
         self.draws = False  # whether a step draws random numbers
+        self.side: torch.cuda.Stream | None = None  # on a GPU: where its steps are captured
         self._gathered: list[list[torch.nn.Parameter]] = []  # by bucket: not sent directly
         self._reduced: list[list[torch.Tensor]] = []  # by bucket: views that are reduced
         self._grads: list[list[torch.Tensor]] = []  # by bucket: views that the optimizer reads

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,13 +9,11 @@ import torch
 
 from trlow.device import Platform
 from trlow.errors import TrlowError, UsageError
-from trlow.joint import persist
-from trlow.runtime import Runtime
 from trlow.settings import Settings
-from trlow.stepping import Stepper
 from trlow.torch.batches import BatchShape
 from trlow.torch.blame import blamed
 from trlow.torch.blueprint import draw
+from trlow.torch.captured import Captured
 from trlow.torch.cuda import CudaSide
 from trlow.torch.draws import undrawn
 from trlow.torch.host import HostSide
@@ -27,7 +23,6 @@ from trlow.torch.payload import Payload, callers
 from trlow.torch.peers import ranks_copy
 from trlow.torch.rates import Rates
 from trlow.torch.stages import step_program
-from trlow.torch.streams import Loan
 from trlow.torch.update import copied
 from trlow.torch.views import tensor_of
 from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Wishes, Work
@@ -36,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trlow.enqueue import Rank
-    from trlow.replay import Replay
+    from trlow.stepping import Stepper
     from trlow.torch.member import Member
 
 BUCKET_NBYTES = 25 << 20
@@ -93,11 +88,7 @@ class StaticDataParallel:
         self._members = replicas(places, work)
         self._work = work
         self._rates = Rates(self._members[0].update.rates)
-        self._sides: list[CudaSide | HostSide] = []
-        self._runtime: Runtime | None = None
-        self._loan: Loan | None = None
-        self._stepper: Stepper | None = None
-        self._replays: list[Replay] = []
+        self._captured: Captured | None = None
         self._shape: BatchShape | None = None
         self._steps = 0
         self._closed = False
@@ -140,15 +131,12 @@ class StaticDataParallel:
     def _build(
         self, shape: BatchShape, example: Any, state: dict[str, Any], history: list[dict[str, Any]]
     ) -> None:
-        members = self._members
+        members, platform = self._members, self._platform
         shards = shape.cut(example)
-        on_host, wishes = self._platform.name == "host", self._wishes
+        on_host, wishes = platform.name == "host", self._wishes
+        captured = self._captured = Captured(platform, members)
         drawn = draw(members, shape, shards, wishes, copies=self._copies, on_host=on_host)
         plan, course = drawn.plan, drawn.course
-        self._loan = Loan(self._platform, [] if on_host else [m.device.index for m in members])
-        lent = self._loan.streams
-        runtime = Runtime(self.settings, plan, platform=self._platform, streams=lent)
-        self._runtime = runtime
 
         def adopt(rank: Rank) -> CudaSide | HostSide:
             member = members[rank.index]
@@ -158,22 +146,13 @@ class StaticDataParallel:
                 return HostSide(rank, member, shape)
             return CudaSide(rank, member, shape, course)
 
-        self._sides = runtime.together(adopt)
-        gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
-        for last in (True, False) if self._work.accumulate > 1 else (True,):
-            program = step_program(plan, self._sides, course, wishes.statistics, last=last)
-            self._replays.append(runtime.capture(program))
-        sides = self._sides
-        runtime.together(lambda rank: sides[rank.index].alone(rank, sides[rank.index].settle))
+        captured.open(self.settings, plan, adopt)
+        ends = (True, False) if self._work.accumulate > 1 else (True,)
+        given = plan, captured.sides, course, wishes.statistics
+        captured.capture(step_program(*given, last=last) for last in ends)
         self._each(lambda member: member.restart(state, history))
         self._rates.forget()  # a step that failed may not have brought every rank its rates
-        for each in self._sides:
-            each.check()
-        self._stepper = Stepper(self._replays, self._before, plan.range("loss"))
         self._steps = 0
-
-    def _before(self, rank: Rank, _: int, payload: Payload) -> None:
-        self._sides[rank.index].before(rank, payload)
 
     # -- steps
 
@@ -199,16 +178,15 @@ class StaticDataParallel:
 
     def synchronize(self) -> None:
         """Wait for every step. Raises what one has failed with."""
-        if self._stepper is not None:
-            self._stepper.end()
-        for side in self._sides:
-            side.check()
+        if self._captured is not None:
+            self._captured.synchronize()
 
     def _ready(self) -> tuple[BatchShape, Stepper]:
         self._check_open()
-        if self._shape is None or self._stepper is None:
+        stepper = None if self._captured is None else self._captured.stepper
+        if self._shape is None or stepper is None:
             raise UsageError("call compile(example_batch) first; after a failed step, again")
-        return self._shape, self._stepper
+        return self._shape, stepper
 
     def _check_open(self) -> None:
         if self._closed:
@@ -254,64 +232,26 @@ class StaticDataParallel:
         """Copy an optimizer's state to every rank; after ``compile``, which makes it."""
         self._ready()
         self.synchronize()
-        for side in self._sides:
+        for side in () if self._captured is None else self._captured.sides:
             side.check_history(state)
         self._each(lambda member: member.update.put(state))
         self._rates.set([float(group["lr"]) for group in state["param_groups"]])
 
     def _each(self, function: Callable[[Member], None]) -> None:
         """For every rank, on its own thread where there is one."""
-        runtime, sides, members = self._runtime, self._sides, self._members
-        if runtime is None or not sides:
-            for member in members:
-                function(member)
+        if self._captured is not None:
+            self._captured.each(function)
             return
-        runtime.together(
-            lambda rank: sides[rank.index].alone(rank, lambda: function(members[rank.index]))
-        )
+        for member in self._members:
+            function(member)
 
     # -- end
 
     def _drop(self) -> None:
         """Everything that compile() made; the modules live on in memory of their own."""
-        runtime, stepper, sides, loan = self._runtime, self._stepper, self._sides, self._loan
-        self._runtime, self._stepper, self._loan = None, None, None
-        if runtime is None or loan is None:
-            return
-        failure = None
-        try:
-            if stepper is not None:
-                persist(stepper.end)  # steps on their way ask for their sides
-                if not any(replay.closed for replay in self._replays):  # else it was raised before
-                    for side in sides:
-                        side.check()
-        except Exception as error:  # noqa: BLE001  of a module, too
-            failure = error
-        self._sides = []
-        if not runtime.dead:  # else a thread may hang in C inside of what would go
-            try:
-                self._leave(runtime, sides)
-            finally:
-                runtime.close()
-                if stepper is not None:
-                    stepper.close()
-            if not runtime.dead:
-                loan.give_back()
-        if failure is not None:
-            warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=3)
-
-    def _leave(self, runtime: Runtime, sides: list[CudaSide | HostSide]) -> None:
-        """Modules move out; graphs go before the pools of torch that they use, streams after."""
-        members, replays = self._members, self._replays
-        self._replays = []
-        if not sides:  # not every rank has got that far; some may have moved in
-            for member in members:
-                member.leave()
-            return
-        runtime.together(lambda rank: sides[rank.index].alone(rank, members[rank.index].leave))
-        for replay in replays:
-            runtime.release(replay)
-        runtime.together(lambda rank: sides[rank.index].close())
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.close()
 
     def close(self) -> None:
         """Wait for every step and give everything back. A second call does nothing.

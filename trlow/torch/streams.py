@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from trlow.device import Streams
 from trlow.program import Stream
+from trlow.torch.inputs import stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trlow.device import Platform
+    from trlow.torch.member import Member
 
 _stock: defaultdict[int, list[Streams]] = defaultdict(list)  # by device
 
@@ -26,20 +28,24 @@ _stock: defaultdict[int, list[Streams]] = defaultdict(list)  # by device
 class Loan:
     """A set of streams for each rank, of which nobody else knows until they are given back."""
 
-    def __init__(self, platform: Platform, devices: Sequence[int]) -> None:
-        """Take what is in stock, and make the rest. Raises ``CudaError``."""
+    def __init__(self, platform: Platform, members: Sequence[Member]) -> None:
+        """Take what is in stock, and make the rest; on GPUs. Raises ``CudaError``."""
         self._taken: list[tuple[int, Streams]] = []
-        for device in devices:
+        for member in members:
+            if member.device.type != "cuda":
+                continue
+            device = member.device.index
             try:
                 streams = _stock[device].pop()
             except IndexError:
                 with platform.on(device):
                     streams = Streams(platform, tuple(Stream))
             self._taken.append((device, streams))
+            member.side = stream_of(streams[Stream.COMP_1], member.device)
 
     @property
     def streams(self) -> dict[Stream, list[int]]:
-        """One for each rank, by what it is for; nothing if there are no ranks."""
+        """One for each rank, by what it is for; nothing on the host device."""
         if not self._taken:
             return {}
         return {key: [streams[key] for _, streams in self._taken] for key in Stream}

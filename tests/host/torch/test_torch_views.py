@@ -79,7 +79,7 @@ def test_weights_of_a_compiled_module_lie_in_its_arena():
     ) as static:
         static.compile(cases.batches(1)[0])
         static.step(cases.batches(1)[0])
-        for module, arena in zip(static.modules(), static._runtime.arenas, strict=True):
+        for module, arena in zip(static.modules(), static._captured.runtime.arenas, strict=True):
             for name, parameter in module.named_parameters():
                 view = tensor_of(arena, f"W:{name}")
                 assert view.data_ptr() == parameter.data_ptr()
