@@ -102,7 +102,10 @@ def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
                 rows[size]["trlow"].append(times["time_us"])
                 rows[size]["enqueue"].append(times["enqueue_us"])
             if arguments.nccl_tests is not None:
-                for size, us in nccl_tests(arguments, part, hello).items():
+                others = nccl_tests(arguments, part, hello)
+                if others.keys() != found.keys():
+                    raise SystemExit(f"nccl-tests measured {sorted(others)}, not {sorted(found)}")
+                for size, us in others.items():
                     rows[size]["nccl-tests"].append(us)
     return [judged(part, row) for row in rows.values()]
 

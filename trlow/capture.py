@@ -9,6 +9,7 @@ raised with its rank, stage and op.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from ctypes import byref, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -58,6 +59,7 @@ class Graphs:
     execs: dict[Hashable, int] = field(default_factory=dict)  # cudaGraphExec_t
     nodes: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)  # node types in order
     beats: list[list[int]] = field(default_factory=list)  # places of the watch that they take
+    releases: list[Callable[[], None]] = field(default_factory=list)  # called when they go
 
     def take(self, other: Graphs) -> None:
         """Own what ``other`` owned, which then owns nothing."""
@@ -65,7 +67,8 @@ class Graphs:
         self.execs.update(other.execs)
         self.nodes.update(other.nodes)
         self.beats += other.beats
-        other.graphs, other.execs, other.nodes, other.beats = {}, {}, {}, []
+        self.releases += other.releases
+        other.graphs, other.execs, other.nodes, other.beats, other.releases = {}, {}, {}, [], []
 
     def close(self, rank: Rank) -> None:
         """Destroy everything; goes on after a failure and raises the first."""
@@ -85,6 +88,8 @@ class Graphs:
                     destroy(handle)
                 except ForeignError as error:
                     first = first or error
+        while self.releases:
+            self.releases.pop()()
         if first is not None:
             raise first
 
@@ -145,15 +150,16 @@ def _capture_section(
     recorder = rank.recorder or PlainRecorder(rank.platform)
     stream = rank.streams[section.stream]
     rank.status.stage = section.stages[0].name if len(section.stages) == 1 else None
-    recorder.begin(stream)
-    if rank.watch is not None:
-        graphs.beats.append(rank.watch.begin_capture())
     try:
+        recorder.begin(stream)
+        if rank.watch is not None:
+            graphs.beats.append(rank.watch.begin_capture())
         section.enqueue(rank, rendezvous)
-        graph = recorder.end(stream)
+        graph, release = recorder.end(stream)
     except BaseException as error:
         spoiled = _abandon(rank, stream)
-        recorder.forget(stream)
+        with suppress(Exception):  # where even that fails, what failed first says why
+            recorder.forget(stream)
         if spoiled and isinstance(error, PeerFailedError):
             message = "something else used this device during its capture and invalidated it"
             raise CaptureError(
@@ -161,6 +167,7 @@ def _capture_section(
             ) from error
         raise
     graphs.graphs[section.key] = graph
+    graphs.releases.append(release)
     replace_memsets(rank.platform, rank.kernels, graph)
     graphs.nodes[section.key] = node_types(rank, graph)
 

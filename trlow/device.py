@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, contextmanager
-from ctypes import byref, c_char, c_int, c_size_t, c_void_p
+from ctypes import byref, c_char, c_int, c_longlong, c_size_t, c_void_p
 from typing import TYPE_CHECKING
 
 from trlow import loopback, nccl_variables
@@ -17,7 +17,7 @@ from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
-from trlow.binding.calls import CallList
+from trlow.binding.calls import CallList, call
 from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
 from trlow.interop import NON_BLOCKING, StreamHandle, check_lent
 from trlow.kernel_cache import KernelCache
@@ -74,10 +74,10 @@ class Platform:
         self._settings = settings
         self.host: Library | None = None
         self._nccl: Library | None = None
-        self._loop: Library | None = None  # what has the loop of call lists
+        self._extensions: Library | None = None
         if name == "host":
             libraries = host_binding.load(settings.host_library)
-            self.host = self._loop = libraries.host
+            self.host = libraries.host
             self.cudart: Library = libraries.cudart
             self.driver: Library = libraries.driver
             self._host_nccl: Library | None = libraries.nccl
@@ -173,11 +173,21 @@ class Platform:
         self.cudart.cudaDeviceGetP2PAttribute(byref(atomic), NATIVE_ATOMICS, device, peer)
         return bool(can.value and atomic.value)
 
+    @property
+    def _loop(self) -> Library:
+        """What makes lists of calls: the host device's library, on CUDA as well."""
+        if self._extensions is None:
+            path = self._settings.host_library
+            self._extensions = self.host or host_binding.load_extensions(path)
+        return self._extensions
+
     def call_list(self, calls: Sequence[Call]) -> CallList:
         """``calls`` as one that makes them all in C. Raises ``LibraryError``."""
-        if self._loop is None:
-            self._loop = host_binding.load_extensions(self._settings.host_library)
         return CallList(self._loop, calls)
+
+    def clock(self, nanoseconds: c_longlong) -> Call:
+        """The call, in such a list, that reads the host's monotonic clock."""
+        return call(self._loop, "trlowHostClock", byref(nanoseconds))
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from ctypes import byref, c_void_p
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trlow.device import Platform
 
 THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads' calls are their own business
+
+
+class Recorded(NamedTuple):
+    """What was captured."""
+
+    graph: int  # cudaGraph_t, which is the caller's
+    release: Callable[[], None]  # to be called when that goes: it may not be all that there is
 
 
 class Recorder(Protocol):
@@ -17,11 +26,11 @@ class Recorder(Protocol):
     def begin(self, stream: int) -> None:
         """Begin a thread-local capture."""
 
-    def end(self, stream: int) -> int:
-        """End it: the graph (cudaGraph_t), which is the caller's."""
+    def end(self, stream: int) -> Recorded:
+        """End it."""
 
     def forget(self, stream: int) -> None:
-        """One that was begun has failed, and ``stream`` captures no more."""
+        """One that was to begin, or was begun, has failed, and ``stream`` captures no more."""
 
 
 class PlainRecorder:
@@ -34,11 +43,11 @@ class PlainRecorder:
         """Begin a capture. Raises ``CudaError``."""
         self._cudart.cudaStreamBeginCapture(stream, THREAD_LOCAL)
 
-    def end(self, stream: int) -> int:
+    def end(self, stream: int) -> Recorded:
         """End it. Raises ``CudaError``, for one that was invalidated as well."""
         graph = c_void_p()
         self._cudart.cudaStreamEndCapture(stream, byref(graph))
-        return graph.value or 0
+        return Recorded(graph.value or 0, lambda: None)
 
     def forget(self, stream: int) -> None:
         """Nobody else knows of it."""

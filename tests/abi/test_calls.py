@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from ctypes import byref
 from enum import IntEnum
 
@@ -125,17 +127,25 @@ def test_nothing_is_null(stub, host):
     assert list((ctypes.c_longlong * 12).in_dll(stub._cdll, "kept")) == [0] * 7 + [1] + [0] * 4
 
 
-def test_what_arguments_point_to_lives_as_long_as_the_list(stub, host):
-    def made():
-        return CallList(host, [call(stub, "keep", *[0] * 5, None, bytes(b"x" * 9), *rest)])
+def test_what_a_call_points_to_lives_as_long_as_its_list(stub, host):
+    class Kept(ctypes.c_int):
+        pass
 
-    counter = ctypes.c_int()
-    rest = byref(counter), 0, 0, 0, 0
+    def made():
+        argument, beside = (ctypes.c_char * 9)(*[b"x"] * 8), Kept()
+        alive.extend(map(weakref.ref, (argument, beside)))
+        values = *[0] * 5, None, argument, byref(counter), *[0] * 4
+        return CallList(host, [call(stub, "keep", *values, keep=(beside,))])
+
+    counter, alive = ctypes.c_int(), []
     calls = made()
-    fillers = [bytes(b"y" * 9) for _ in range(1000)]
+    gc.collect()
+    assert all(one() is not None for one in alive)
     calls()
-    assert (ctypes.c_char * 16).in_dll(stub._cdll, "text").value == b"x" * 9
-    assert len(fillers) == 1000
+    assert (ctypes.c_char * 16).in_dll(stub._cdll, "text").value == b"x" * 8
+    del calls
+    gc.collect()
+    assert all(one() is None for one in alive)
 
 
 def test_a_list_stops_at_the_first_failure_and_can_be_made_again(stub, host):

@@ -11,9 +11,8 @@ that a device idles before its first launch.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_longlong, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -116,11 +115,10 @@ def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The calls of one pass of a lane, in a row each, and how many events they record."""
+    """One pass of a lane: its calls, the clock around the timed ones, and how many events."""
 
-    before: CallList
-    timed: CallList
-    after: CallList
+    calls: CallList
+    clocks: tuple[c_longlong, c_longlong]
     events: int
 
 
@@ -141,27 +139,26 @@ def _loop(
     crew: Crew, lane: Lane, units: tuple[list[list[Call]], list[list[Call]]], *, each: bool
 ) -> Loop:
     """The timed units with events around them all, or with one behind each."""
-    make = crew.platform.call_list
-    events = [
+    platform, clocks = crew.platform, (c_longlong(), c_longlong())
+    first, *ends = (
         lane.of_each(partial(Seat.record, index=index)) for index in range(crew.job.units + 1)
-    ]
+    )
     warmups, timed = units
-    before = make([*chain.from_iterable(warmups), *events[0]])
-    if not each:
-        return Loop(before, make(list(chain.from_iterable(timed))), make(events[1]), 2)
-    marked = chain.from_iterable(zip(timed, events[1:], strict=True))
-    return Loop(before, make(list(chain.from_iterable(marked))), make([]), len(events))
+    if each:
+        inside, after = [call for pair in zip(timed, ends, strict=True) for call in pair], []
+    else:
+        inside, after = timed, ends[0]
+    begin, end = map(platform.clock, clocks)
+    calls = [*chain(*warmups), *first, begin, *chain(*inside), end, *after]
+    return Loop(platform.call_list(calls), clocks, len(ends) + 1 if each else 2)
 
 
 def _pass(lane: Lane, loop: Loop) -> tuple[float, list[list[float]]]:
-    """Seconds of the loop on the host, and per rank the µs between events."""
-    loop.before()
-    begun = time.perf_counter()
-    loop.timed()
-    seconds = time.perf_counter() - begun
-    loop.after()
+    """Seconds of the timed calls on the host, and per rank the µs between events."""
+    loop.calls()
     lane.synchronize()
-    return seconds, [
+    begun, ended = (clock.value for clock in loop.clocks)
+    return (ended - begun) / 1e9, [
         [seat.elapsed_us(*pair) for pair in pairwise(range(loop.events))] for seat in lane.seats
     ]
 

@@ -89,8 +89,9 @@ class CallList:
         while done < total:
             first = ctypes.byref(self._entries[done])
             made = done + self._run(first, total - done, ctypes.byref(code))
-            returned = self._calls[done : made + 1]
-            clib.count([one.name for one in returned])
-            if made < total:  # the last of them stopped the loop
-                returned[-1].library.judge(returned[-1].name, code.value)
+            if clib.is_counting():
+                clib.count([one.name for one in self._calls[done : made + 1]])
+            if made < total:
+                last = self._calls[made]
+                last.library.judge(last.name, code.value)
             done = made + 1

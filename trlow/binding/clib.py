@@ -262,6 +262,11 @@ def counting() -> Iterator[Calls]:
             _counters[:] = [other for other in _counters if other is not calls]
 
 
+def is_counting() -> bool:
+    """Whether anybody counts calls."""
+    return bool(_counters)
+
+
 def count(names: Iterable[str]) -> None:
     """Note calls of the calling thread that returned, wherever calls are counted."""
     for calls in tuple(_counters):

@@ -31,6 +31,7 @@ int trlowHostLive(const char* what);
 trlowHostStatus_t trlowHostIssuerEnter(void);
 trlowHostStatus_t trlowHostIssuerLeave(void);
 trlowHostStatus_t trlowHostProgressTimeout(int milliseconds);
+trlowHostStatus_t trlowHostClock(long long* nanoseconds);
 long long trlowHostRun(const trlowHostCall* calls, long long count, int* code);
 """
 

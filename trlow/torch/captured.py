@@ -102,13 +102,18 @@ class Captured:
             try:
                 self._leave(runtime, sides)
             finally:
-                runtime.close()
-                if stepper is not None:
-                    stepper.close()
-            if not runtime.dead:
-                self._loan.give_back()
+                self._end(runtime, stepper)
         if failure is not None:
             warnings.warn(f"a step failed: {failure}", RuntimeWarning, stacklevel=4)
+
+    def _end(self, runtime: Runtime, stepper: Stepper | None) -> None:
+        try:
+            runtime.close()
+            if stepper is not None:
+                stepper.close()
+        finally:
+            if not runtime.dead:
+                self._loan.give_back()
 
     def _leave(self, runtime: Runtime, sides: Sequence[CudaSide | HostSide]) -> None:
         """Modules move out; graphs go before the pools of torch that they use, streams after."""

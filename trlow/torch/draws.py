@@ -16,7 +16,7 @@ import torch
 
 from trlow.nodes import INVALIDATED, capture_status, nodes_of
 from trlow.program import Stream
-from trlow.recording import PlainRecorder
+from trlow.recording import PlainRecorder, Recorded
 from trlow.torch.inputs import stream_of
 
 if TYPE_CHECKING:
@@ -58,40 +58,42 @@ class Draws:
 
     def begin(self, stream: int) -> None:
         """Begin a capture of torch's."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = self._open = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.device(self._device), self._on(stream):
             graph.capture_begin(
                 self._pool,  # type: ignore[arg-type]  # torch's own type of it is a pair of ints
                 capture_error_mode="thread_local",
             )
-        self._open = graph
 
-    def end(self, stream: int) -> int:
-        """End it; what was recorded moves into a graph of the caller's."""
-        if capture_status(self._platform, stream) == INVALIDATED:
+    def end(self, stream: int) -> Recorded:
+        """End it; what was recorded moves into a graph of the caller's.
+
+        What NCCL hangs on a graph stays with torch's as well, and an abort waits for its end.
+        """
+        torchs = self._open
+        if torchs is None or capture_status(self._platform, stream) == INVALIDATED:
             return self._plain.end(stream)  # CUDA says why; see `forget`
-        torchs = self._close(stream)
+        with torch.cuda.device(self._device), self._on(stream):
+            torchs.capture_end()
+        self._open = None
         graph = c_void_p()
         self._platform.cudart.cudaGraphClone(byref(graph), torchs.raw_cuda_graph())
         for node, _ in nodes_of(self._platform, torchs.raw_cuda_graph()):
             self._platform.driver.cuGraphDestroyNode(node)
         self._graphs.append(torchs)
-        return graph.value or 0
+        return Recorded(graph.value or 0, torchs.reset)
 
     def forget(self, stream: int) -> None:
         """Torch goes on as if it were open, and cannot end a capture that is not there: end one."""
-        if self._open is not None:
-            self._plain.begin(stream)
-            spot = self._spot.data_ptr()  # torch warns of a capture without a node
-            self._platform.cudart.cudaMemsetAsync(spot, 0, self._spot.nbytes, stream)
-            self._close(stream).reset()
-
-    def _close(self, stream: int) -> torch.cuda.CUDAGraph:
-        graph, self._open = self._open, None
-        assert graph is not None
+        torchs, self._open = self._open, None
+        if torchs is None:
+            return
+        self._plain.begin(stream)
+        spot = self._spot.data_ptr()  # torch warns of a capture without a node
+        self._platform.cudart.cudaMemsetAsync(spot, 0, self._spot.nbytes, stream)
         with torch.cuda.device(self._device), self._on(stream):
-            graph.capture_end()
-        return graph
+            torchs.capture_end()
+        torchs.reset()
 
     def _on(self, stream: int) -> torch.cuda.StreamContext:
         return torch.cuda.stream(stream_of(stream, self._device))
@@ -107,6 +109,5 @@ class Draws:
             self._graphs[index].replay()
 
     def close(self) -> None:
-        """Let go of torch's graphs. None of the caller's may be alive."""
-        while self._graphs:
-            self._graphs.pop().reset()
+        """Forget torch's graphs, which went with the caller's."""
+        self._graphs.clear()

@@ -43,7 +43,8 @@ class StaticDataParallel:
     What is static is checked: shapes and dtypes of the batch, the parameters that get a gradient,
     the order in which they get it. A step may not allocate outside of torch or wait for the device.
     It draws the random numbers (dropout) that it would draw without a capture, from the generator
-    of its rank's GPU. Used by one thread; a context manager.
+    of its rank's GPU, when it is launched: ``synchronize`` before you use or set that. Used by one
+    thread; a context manager.
     """
 
     def __init__(

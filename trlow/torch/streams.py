@@ -31,17 +31,23 @@ class Loan:
     def __init__(self, platform: Platform, members: Sequence[Member]) -> None:
         """Take what is in stock, and make the rest; on GPUs. Raises ``CudaError``."""
         self._taken: list[tuple[int, Streams]] = []
-        for member in members:
-            if member.device.type != "cuda":
-                continue
-            device = member.device.index
-            try:
-                streams = _stock[device].pop()
-            except IndexError:
-                with platform.on(device):
-                    streams = Streams(platform, tuple(Stream))
-            self._taken.append((device, streams))
-            member.side = stream_of(streams[Stream.COMP_1], member.device)
+        try:
+            for member in members:
+                if member.device.type == "cuda":
+                    streams = self._take(platform, member.device.index)
+                    member.side = stream_of(streams[Stream.COMP_1], member.device)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _take(self, platform: Platform, device: int) -> Streams:
+        if _stock[device]:
+            streams = _stock[device].pop()
+        else:
+            with platform.on(device):
+                streams = Streams(platform, tuple(Stream))
+        self._taken.append((device, streams))
+        return streams
 
     @property
     def streams(self) -> dict[Stream, list[int]]:
