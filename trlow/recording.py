@@ -21,7 +21,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Of one rank, on its own thread. At most one capture is open at a time."""
+    """Of one rank, on its own thread, which has at most one capture open at a time."""
 
     def begin(self, stream: int) -> None:
         """Begin a thread-local capture."""

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 from trlow.bench.calls import lane_call
 from trlow.bench.exact import Exact, Segment
 from trlow.bench.seat import Seat
+from trlow.recording import PlainRecorder
 
 if TYPE_CHECKING:
     from trlow.bench.crew import Crew, Lane
     from trlow.binding.calls import Call, CallList
 
 RESOLUTION_US = 0.5  # cudaEventElapsedTime's; one rank in place does nothing at all
-THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +175,15 @@ def _run_and_wait(crew: Crew, calls: Mapping[Lane, list[Call]]) -> None:
 
 def _capture(lane: Lane, calls: CallList) -> list[int]:
     """Begin on every rank, enqueue, end on every rank; the graphs in rank order."""
+    recorder = PlainRecorder(lane.seats[0].platform)
     for seat in lane.seats:
         lane.current(seat)
-        seat.platform.cudart.cudaStreamBeginCapture(seat.stream, THREAD_LOCAL)
+        recorder.begin(seat.stream)
     calls()
     found = []
     for seat in lane.seats:
         lane.current(seat)
-        graph = c_void_p()
-        seat.platform.cudart.cudaStreamEndCapture(seat.stream, byref(graph))
-        found.append(graph.value or 0)
+        found.append(recorder.end(seat.stream).graph)
     return found
 
 

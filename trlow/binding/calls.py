@@ -1,8 +1,8 @@
 """Lists of C calls that are made in C, one after another, without the interpreter in between.
 
 A thread that calls C through ctypes gives the interpreter's lock away at each call and takes it
-back, and sleeps where another thread has it: with two issuing threads that is a microsecond or more
-of a small collective's ten. A list gives it away once. The loop is `native/host/calls.cpp`.
+back, and sleeps where another thread has it. A list gives it away once. The loop is
+`native/host/calls.cpp`.
 """
 
 from __future__ import annotations
