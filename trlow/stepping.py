@@ -73,9 +73,12 @@ class Stepper:
         replays: Sequence[Replay],
         before: Callable[[Rank, int, Any], None],
         result: Range | None = None,
+        *,
+        ahead: int = RUN_AHEAD,
     ) -> None:
         """``result`` is copied to pinned memory behind every step. Makes everything a step needs.
 
+        With ``ahead=0`` ``step`` is back once its own step is launched, and so behind ``before``.
         Raises ``UsageError`` for a replay that is closed, and for a result of one that is staged,
         whose stages are in no order with such a copy.
         """
@@ -86,7 +89,7 @@ class Stepper:
         self._size = len(self._replays[0])
         self.next_step = 0
         self._finished = 0  # rank 0's device is known to have finished the steps before this one
-        self._before = before
+        self._before, self._ahead = before, ahead
         self._ring: Ring | None = None
         self._results: deque[weakref.ref[Result]] = deque()  # nobody may want most of them
         self._entry: Entry = SimpleQueue()
@@ -104,7 +107,7 @@ class Stepper:
     # -- the caller's side
 
     def step(self, payload: Any, which: int = 0) -> Result:
-        """Hand one step of a replay to every rank; back once at most ``RUN_AHEAD`` are to launch.
+        """Hand one step of a replay to every rank; back once at most ``ahead`` are to launch.
 
         Raises what a rank raised in this step or one before; afterwards the replay is closed.
         """
@@ -126,7 +129,7 @@ class Stepper:
         # To rank 0, which tells the others: one step or none.
         self._entry.put((step, which, payload))
         # The first launch proves that the run has the runtime: whoever calls it now is refused.
-        self._await_launch(step + 1 if opening else step + 1 - RUN_AHEAD)
+        self._await_launch(step + 1 if opening else step + 1 - self._ahead)
         return result
 
     def read(self, step: int) -> NDArray[Any]:

@@ -156,6 +156,30 @@ def test_other_work_draws_between_steps_as_it_would_without_a_capture(device, gp
     assert len(set(wanted)) > 4
 
 
+def test_a_step_has_drawn_when_it_returns(device, gpu_settings):
+    if device == "host":
+        pytest.skip("there a step draws when it runs")
+
+    def found(static, read):
+        losses, states = [], []
+        for seed in range(12):
+            torch.manual_seed(seed // 2)
+            losses.append(static.step(batch()))
+            states.append(generator_state(device))
+            if read:
+                static.synchronize()
+        return [loss.item() for loss in losses], torch.stack(states)
+
+    with made(gpu_settings(1), rate=0.0) as static:
+        static.compile(batch())
+        wanted = found(static, read=True)
+        assert len(set(wanted[0])) == 6
+        for _ in range(3):
+            losses, states = found(static, read=False)
+            assert losses == wanted[0]
+            assert torch.equal(states, wanted[1])
+
+
 class Fails(torch.nn.Module):
     """Raises behind dropout in the ``wanted``-th forward, and never later."""
 

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from trlow.joint import persist
+from trlow.launching import RUN_AHEAD
 from trlow.runtime import Runtime
 from trlow.stepping import Stepper
 from trlow.torch.streams import Loan
@@ -46,8 +47,8 @@ class Captured:
         self.runtime = Runtime(settings, plan, platform=self._platform, streams=streams)
         self.sides = self.runtime.together(adopt)
 
-    def capture(self, programs: Iterable[Program]) -> None:
-        """One replay for each."""
+    def capture(self, programs: Iterable[Program], *, draws: bool) -> None:
+        """One replay for each. What a step ``draws`` is drawn once it is handed out."""
         assert self.runtime is not None
         gc.collect()  # a tensor that dies in a cycle during a capture may free device memory
         for program in programs:
@@ -56,7 +57,8 @@ class Captured:
         self.runtime.together(lambda rank: sides[rank.index].alone(rank, sides[rank.index].settle))
         for side in sides:
             side.check()
-        self.stepper = Stepper(self._replays, self._before, self.runtime.plan.range("loss"))
+        loss, ahead = self.runtime.plan.range("loss"), 0 if draws else RUN_AHEAD
+        self.stepper = Stepper(self._replays, self._before, loss, ahead=ahead)
 
     def _before(self, rank: Rank, _: int, payload: Payload) -> None:
         self.sides[rank.index].before(rank, payload)

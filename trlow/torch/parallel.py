@@ -43,8 +43,7 @@ class StaticDataParallel:
     What is static is checked: shapes and dtypes of the batch, the parameters that get a gradient,
     the order in which they get it. A step may not allocate outside of torch or wait for the device.
     It draws the random numbers (dropout) that it would draw without a capture, from the generator
-    of its rank's GPU, when it is launched: ``synchronize`` before you use or set that. Used by one
-    thread; a context manager.
+    of its rank's GPU. Used by one thread; a context manager.
     """
 
     def __init__(
@@ -150,7 +149,8 @@ class StaticDataParallel:
         captured.open(self.settings, plan, adopt)
         ends = (True, False) if self._work.accumulate > 1 else (True,)
         given = plan, captured.sides, course, wishes.statistics
-        captured.capture(step_program(*given, last=last) for last in ends)
+        programs = [step_program(*given, last=last) for last in ends]
+        captured.capture(programs, draws=course.draws)
         self._each(lambda member: member.restart(state, history))
         self._rates.forget()  # a step that failed may not have brought every rank its rates
         self._steps = 0

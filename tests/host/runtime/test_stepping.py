@@ -97,6 +97,22 @@ def test_every_step_has_its_own_result(stepper, small):
     assert [result.values()[0] for result in results] == [10.0 * value for value in range(20)]
 
 
+def test_a_step_that_must_not_wait_is_launched_when_it_returns(runtime, small, program, fill):
+    seen = []
+
+    def before(rank, step, given):
+        time.sleep(0.01)
+        fill(rank, step, given)
+        seen.append(step)
+
+    made = Stepper([runtime.capture(program)], before, small.early, ahead=0)
+    for step in range(6):
+        made.step(payload(small, step))
+        assert seen.count(step) == 4
+    made.end()
+    made.close()
+
+
 @pytest.mark.parametrize("back", [0, 1])
 def test_results_are_those_of_their_steps_over_runs_of_any_length(slow_stepper, small, back):
     """The steps of a run alternate between two events, whichever step it began with."""
