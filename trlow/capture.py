@@ -9,9 +9,9 @@ raised with its rank, stage and op.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from ctypes import byref, c_void_p
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_phase, enqueue_stage, groups_of, stage_failure
@@ -77,21 +77,26 @@ class Graphs:
             taken = self.beats.pop()
             if rank.watch is not None:
                 rank.watch.give_back(taken)
-        first: ForeignError | None = None
-        for handles, destroy in (
-            (self.execs, rank.platform.cudart.cudaGraphExecDestroy),
-            (self.graphs, rank.platform.cudart.cudaGraphDestroy),
-        ):
-            while handles:
-                _, handle = handles.popitem()
-                try:
-                    destroy(handle)
-                except ForeignError as error:
-                    first = first or error
-        while self.releases:
-            self.releases.pop()()
+        cudart = rank.platform.cudart
+        ends: list[Callable[[], object]] = [
+            *(partial(cudart.cudaGraphExecDestroy, handle) for handle in self.execs.values()),
+            *(partial(cudart.cudaGraphDestroy, handle) for handle in self.graphs.values()),
+            *self.releases,
+        ]
+        self.graphs, self.execs, self.releases = {}, {}, []
+        first: Exception | None = None
+        for end in ends:
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001  of others' releases as well
+                first = first or error
         if first is not None:
             raise first
+
+
+def close_of(graphs: Sequence[Graphs], rank: Rank) -> None:
+    """Destroy a rank's of these."""
+    graphs[rank.index].close(rank)
 
 
 def sections_of(program: Program, mode: str) -> list[Section]:
@@ -158,8 +163,10 @@ def _capture_section(
         graph, release = recorder.end(stream)
     except BaseException as error:
         spoiled = _abandon(rank, stream)
-        with suppress(Exception):  # where even that fails, what failed first says why
+        try:
             recorder.forget(stream)
+        except Exception as second:  # noqa: BLE001  what failed first says why
+            error.add_note(f"while forgetting the capture: {second}")
         if spoiled and isinstance(error, PeerFailedError):
             message = "something else used this device during its capture and invalidated it"
             raise CaptureError(

@@ -17,7 +17,7 @@ from trlow.binding import cudart as cudart_binding
 from trlow.binding import driver as driver_binding
 from trlow.binding import host as host_binding
 from trlow.binding import nccl as nccl_binding
-from trlow.binding.calls import CallList, call
+from trlow.binding.calls import CallList
 from trlow.errors import CudaError, LibraryError, SettingsError, UsageError
 from trlow.interop import NON_BLOCKING, StreamHandle, check_lent
 from trlow.kernel_cache import KernelCache
@@ -26,8 +26,7 @@ from trlow.settings import set_variables, variables_in_effect
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from trlow.binding.calls import Call
-    from trlow.binding.clib import Library
+    from trlow.binding.clib import Library, Prepared
     from trlow.binding.host import HostLibraries
     from trlow.settings import Settings
 
@@ -176,18 +175,17 @@ class Platform:
     @property
     def _loop(self) -> Library:
         """What makes lists of calls: the host device's library, on CUDA as well."""
-        if self._extensions is None:
-            path = self._settings.host_library
-            self._extensions = self.host or host_binding.load_extensions(path)
+        path, known = self._settings.host_library, self.host or self._extensions
+        self._extensions = known or host_binding.load_extensions(path)
         return self._extensions
 
-    def call_list(self, calls: Sequence[Call]) -> CallList:
+    def call_list(self, calls: Sequence[Prepared]) -> CallList:
         """``calls`` as one that makes them all in C. Raises ``LibraryError``."""
         return CallList(self._loop, calls)
 
-    def clock(self, nanoseconds: c_longlong) -> Call:
+    def clock(self, nanoseconds: c_longlong) -> Prepared:
         """The call, in such a list, that reads the host's monotonic clock."""
-        return call(self._loop, "trlowHostClock", byref(nanoseconds))
+        return self._loop.prepare("trlowHostClock", byref(nanoseconds))
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:

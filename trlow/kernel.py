@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from trlow.binding import calls
 from trlow.binding.driver import KernelNodeParams
 from trlow.errors import UsageError
 from trlow.kernel_image import image_of, source_folder
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from ctypes import Array
 
-    from trlow.binding.calls import Call
+    from trlow.binding.clib import Prepared
     from trlow.device import Platform
 
 BLOCK_THREADS = 256
@@ -127,11 +126,10 @@ class Kernels:
         """
         self._platform.driver.cuLaunchKernel(*self._launch(name, values, work, stream))
 
-    def call(self, name: str, values: Sequence[int], work: int, stream: int) -> Call:
-        """``launch`` for a list of calls."""
-        return calls.call(
-            self._platform.driver, "cuLaunchKernel", *self._launch(name, values, work, stream)
-        )
+    def prepare(self, name: str, values: Sequence[int], work: int, stream: int) -> Prepared:
+        """``launch`` as a call to be made later, and more than once."""
+        arguments = self._launch(name, values, work, stream)
+        return self._platform.driver.prepare("cuLaunchKernel", *arguments)
 
     def _launch(self, name: str, values: Sequence[int], work: int, stream: int) -> tuple[Any, ...]:
         """The arguments of cuLaunchKernel, which copies the values before it returns."""

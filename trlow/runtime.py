@@ -177,7 +177,7 @@ class Runtime:
             )
         except BaseException:
             if not team.dead:
-                team.together(partial(_close_graphs, fresh), abort=False)
+                team.together(partial(capturing.close_of, fresh), abort=False)
             raise
         return fresh
 
@@ -282,16 +282,13 @@ class Runtime:
         replay.detach()
         for graphs in [each for each in self._fused if each[0] is replay.first_graphs]:
             if not self.dead:
-                self.together(partial(_close_graphs, graphs))
+                self.together(partial(capturing.close_of, graphs))
             self._fused.remove(graphs)
 
     # -- end
 
     def _destroy_graphs(self, rank: Rank) -> None:
-        """Every graph of one rank, on its thread. The replays that hold them are closed.
-
-        Child graphs go as well, so that nothing is warm any more.
-        """
+        """Every graph of one rank, on its thread, also child graphs: nothing is warm any more."""
         self._warmed.clear()
         for replay in self._replays:
             replay.detach()
@@ -313,10 +310,6 @@ class Runtime:
         except TrlowError:
             if error is None:
                 raise  # the body's own error wins over one from closing
-
-
-def _close_graphs(graphs: Sequence[capturing.Graphs], rank: Rank) -> None:
-    graphs[rank.index].close(rank)
 
 
 def _warn_forgotten(workers: Sequence[Worker]) -> None:

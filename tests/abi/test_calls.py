@@ -13,7 +13,7 @@ import pytest
 
 from trlow.binding import clib
 from trlow.binding import host as host_binding
-from trlow.binding.calls import WORDS, CallList, call
+from trlow.binding.calls import WORDS, CallList
 from trlow.binding.clib import Interface, open_library
 from trlow.binding.prototype import read_prototypes, read_types
 from trlow.errors import CudaError, LibraryError
@@ -109,7 +109,7 @@ def test_every_kind_of_argument_arrives_as_it_does_through_ctypes(stub, host):
     values = (-5, 2**32 - 1, -(2**63), 2**64 - 1, ctypes.c_size_t(2**63 + 1), raw, b"words")
     values += (byref(counter), 2**64 - 2, Word.SEVEN, ctypes.c_void_p(2**63 + 9), 1 << 40)
     found = []
-    for make in (stub.keep, lambda *given: CallList(host, [call(stub, "keep", *given)])()):
+    for make in (stub.keep, lambda *given: CallList(host, [stub.prepare("keep", *given)])()):
         make(*values)
         found.append(list((ctypes.c_longlong * 12).in_dll(stub._cdll, "kept")))
         assert (ctypes.c_char * 16).in_dll(stub._cdll, "text").value == b"words"
@@ -121,7 +121,7 @@ def test_every_kind_of_argument_arrives_as_it_does_through_ctypes(stub, host):
 
 def test_nothing_is_null(stub, host):
     CallList(
-        host, [call(stub, "keep", 0, 0, 0, 0, 0, None, None, byref(ctypes.c_int()), *[0] * 4)]
+        host, [stub.prepare("keep", 0, 0, 0, 0, 0, None, None, byref(ctypes.c_int()), *[0] * 4)]
     )()
     assert (ctypes.c_char * 16).in_dll(stub._cdll, "text").value == b"none"
     assert list((ctypes.c_longlong * 12).in_dll(stub._cdll, "kept")) == [0] * 7 + [1] + [0] * 4
@@ -132,12 +132,12 @@ def test_what_a_call_points_to_lives_as_long_as_its_list(stub, host):
         pass
 
     def made():
-        argument, beside = (ctypes.c_char * 9)(*[b"x"] * 8), Kept()
-        alive.extend(map(weakref.ref, (argument, beside)))
+        argument, counter = (ctypes.c_char * 9)(*[b"x"] * 8), Kept()
+        alive.extend(map(weakref.ref, (argument, counter)))
         values = *[0] * 5, None, argument, byref(counter), *[0] * 4
-        return CallList(host, [call(stub, "keep", *values, keep=(beside,))])
+        return CallList(host, [stub.prepare("keep", *values)])
 
-    counter, alive = ctypes.c_int(), []
+    alive = []
     calls = made()
     gc.collect()
     assert all(one() is not None for one in alive)
@@ -149,7 +149,7 @@ def test_what_a_call_points_to_lives_as_long_as_its_list(stub, host):
 
 
 def test_a_list_stops_at_the_first_failure_and_can_be_made_again(stub, host):
-    calls = CallList(host, [call(stub, "answer", code) for code in (0, 0, 4, 0, 5)])
+    calls = CallList(host, [stub.prepare("answer", code) for code in (0, 0, 4, 0, 5)])
     assert len(calls) == 5
     for _ in range(2):
         before = calls_of(stub)
@@ -162,20 +162,22 @@ def test_a_list_stops_at_the_first_failure_and_can_be_made_again(stub, host):
 @pytest.mark.parametrize("codes", [[], [0], [3], [3, 3], [0, 3, 0], [3, 0, 0, 3]])
 def test_a_code_that_is_an_answer_stops_nothing(stub, host, codes):
     before = calls_of(stub)
-    CallList(host, [call(stub, "ask", code) for code in codes])()
+    CallList(host, [stub.prepare("ask", code) for code in codes])()
     assert calls_of(stub) == before + len(codes)
 
 
 def test_an_answer_of_one_function_is_a_failure_of_another(stub, host):
     before = calls_of(stub)
     with pytest.raises(CudaError, match="answer failed"):
-        CallList(host, [call(stub, "ask", 3), call(stub, "answer", 3), call(stub, "ask", 0)])()
+        CallList(
+            host, [stub.prepare("ask", 3), stub.prepare("answer", 3), stub.prepare("ask", 0)]
+        )()
     assert calls_of(stub) == before + 2
 
 
 def test_every_call_that_returned_is_counted_in_every_counter(stub, host):
     codes = [("ask", 3), ("answer", 0), ("answer", 0), ("ask", 0), ("answer", 1), ("ask", 0)]
-    calls = CallList(host, [call(stub, name, code) for name, code in codes])
+    calls = CallList(host, [stub.prepare(name, code) for name, code in codes])
     with clib.counting() as outer, clib.counting() as inner, pytest.raises(CudaError):
         calls()
     me = threading.get_ident()
@@ -190,7 +192,7 @@ def test_two_threads_are_inside_at_the_same_time(stub, host):
     found = []
 
     def run():
-        CallList(host, [call(stub, "answer", 0), call(stub, "meet", 2)])()
+        CallList(host, [stub.prepare("answer", 0), stub.prepare("meet", 2)])()
         found.append(True)
 
     threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
@@ -216,16 +218,16 @@ def test_two_threads_are_inside_at_the_same_time(stub, host):
         ("keep", (*[0] * 7, 5, *[0] * 4)),
     ],
 )
-def test_what_cannot_be_in_a_list_is_refused(stub, name, arguments):
+def test_what_cannot_be_in_a_list_is_refused(stub, host, name, arguments):
     with pytest.raises((TypeError, ctypes.ArgumentError)):
-        call(stub, name, *arguments)
+        CallList(host, [stub.prepare(name, *arguments)])
 
 
 def test_what_the_library_lacks_cannot_be_in_a_list(stub):
     with pytest.raises(AttributeError):
-        call(stub, "nothing")
+        stub.prepare("nothing")
     with pytest.raises(LibraryError):
-        call(stub, "newer")
+        stub.prepare("newer")
 
 
 def test_a_missing_loop_is_named():

@@ -14,21 +14,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trlow.bench.seat import SCALE_KERNELS
-from trlow.binding.calls import call as c_call
 
 if TYPE_CHECKING:
     from trlow.bench.job import Job
     from trlow.bench.links import Links
     from trlow.bench.seat import Seat
-    from trlow.binding.calls import Call
+    from trlow.binding.clib import Prepared
 
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
     """One collective of one rank."""
 
-    inside: tuple[Call, ...]
-    after: tuple[Call, ...] = ()
+    inside: tuple[Prepared, ...]
+    after: tuple[Prepared, ...] = ()
 
 
 def offset_of(job: Job, nbytes: int, call: int) -> int:
@@ -57,8 +56,8 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
         following, before = (seat.rank + 1) % ranks, (seat.rank - 1) % ranks
         return RankCall(
             (
-                c_call(nccl, "ncclSend", send, count, code, following, handle, seat.stream),
-                c_call(nccl, "ncclRecv", recv, count, code, before, handle, seat.stream),
+                nccl.prepare("ncclSend", send, count, code, following, handle, seat.stream),
+                nccl.prepare("ncclRecv", recv, count, code, before, handle, seat.stream),
             )
         )
     middle = [links.reductions[seat.rank]] if job.record.reduces else []
@@ -67,23 +66,23 @@ def rank_call(job: Job, links: Links, seat: Seat, nbytes: int, place: str, call:
     name = job.record.function
     if links.config is not None:
         name, arguments = f"{name}Config", (*arguments, byref(links.config))
-    after: tuple[Call, ...] = ()
+    after: tuple[Prepared, ...] = ()
     if job.variant.mean == "sum_then_scale":
         values = (recv, seat.factor, count)
-        after = (seat.kernels.call(SCALE_KERNELS[job.dtype], values, count, seat.stream),)
-    return RankCall((c_call(nccl, name, *arguments),), after)
+        after = (seat.kernels.prepare(SCALE_KERNELS[job.dtype], values, count, seat.stream),)
+    return RankCall((nccl.prepare(name, *arguments),), after)
 
 
 def lane_call(
     job: Job, links: Links, seats: tuple[Seat, ...], nbytes: int, place: str, call: int
-) -> list[Call]:
+) -> list[Prepared]:
     """One collective of all ranks that a thread issues: a group if that takes several calls."""
     calls = [rank_call(job, links, seat, nbytes, place, call) for seat in seats]
     inside = [step for one in calls for step in one.inside]
     steps = inside
     if len(inside) > 1 or job.collective == "sendrecv":
         nccl = seats[0].platform.nccl
-        steps = [c_call(nccl, "ncclGroupStart"), *inside, c_call(nccl, "ncclGroupEnd")]
+        steps = [nccl.prepare("ncclGroupStart"), *inside, nccl.prepare("ncclGroupEnd")]
     for seat, one in zip(seats, calls, strict=True):
         if one.after and len(seats) > 1:
             steps = [*steps, seat.make_current()]

@@ -21,7 +21,7 @@ from trlow.ranks import Ranks
 
 if TYPE_CHECKING:
     from trlow.bench.job import Job
-    from trlow.binding.calls import Call
+    from trlow.binding.clib import Prepared
     from trlow.device import Platform
     from trlow.ranks import Job as Running
     from trlow.ranks import Worker
@@ -41,7 +41,7 @@ class Lane:
         if len(self.seats) > 1:
             seat.platform.cudart.cudaSetDevice(seat.device)
 
-    def of_each(self, make: Callable[[Seat], Call]) -> list[Call]:
+    def of_each(self, make: Callable[[Seat], Prepared]) -> list[Prepared]:
         """`make` of every rank, each where its device is current."""
         if len(self.seats) == 1:
             return [make(self.seats[0])]

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trlow.bench.job import GUARD
-from trlow.binding.calls import call
 from trlow.device import Pinned, Platform, Streams
 from trlow.kernel import Kernels
 
 if TYPE_CHECKING:
     from trlow.bench.exact import Array, Segment
     from trlow.bench.job import Job
-    from trlow.binding.calls import Call
+    from trlow.binding.clib import Prepared
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 STAGING_NBYTES = 8 << 20
@@ -49,19 +48,19 @@ class Seat:
         """Address of a buffer's first element."""
         return self.bases[name] + GUARD
 
-    def make_current(self) -> Call:
+    def make_current(self) -> Prepared:
         """The call that makes this rank's device the issuing thread's."""
-        return call(self.platform.cudart, "cudaSetDevice", self.device)
+        return self.platform.cudart.prepare("cudaSetDevice", self.device)
 
-    def record(self, index: int) -> Call:
+    def record(self, index: int) -> Prepared:
         """The call that records an event, by index."""
         event = self.events[index]
-        return call(self.platform.cudart, "cudaEventRecord", event, self.stream)
+        return self.platform.cudart.prepare("cudaEventRecord", event, self.stream)
 
-    def launch(self, key: object) -> Call:
+    def launch(self, key: object) -> Prepared:
         """The call that launches a graph, by its key."""
         _, executable = self.graphs[key]
-        return call(self.platform.cudart, "cudaGraphLaunch", executable, self.stream)
+        return self.platform.cudart.prepare("cudaGraphLaunch", executable, self.stream)
 
     def elapsed_us(self, first: int, last: int) -> float:
         """Time between two events, by index."""

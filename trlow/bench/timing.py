@@ -25,7 +25,8 @@ from trlow.recording import PlainRecorder
 
 if TYPE_CHECKING:
     from trlow.bench.crew import Crew, Lane
-    from trlow.binding.calls import Call, CallList
+    from trlow.binding.calls import CallList
+    from trlow.binding.clib import Prepared
 
 RESOLUTION_US = 0.5  # cudaEventElapsedTime's; one rank in place does nothing at all
 
@@ -109,7 +110,7 @@ def _calls(crew: Crew, lane: Lane, nbytes: int, place: str, calls: int) -> CallL
     return crew.platform.call_list(list(chain.from_iterable(every)))
 
 
-def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> list[Call]:
+def _lane_call(crew: Crew, lane: Lane, nbytes: int, place: str, call: int) -> list[Prepared]:
     return lane_call(crew.job, crew.links, lane.seats, nbytes, place, call)
 
 
@@ -124,7 +125,7 @@ class Loop:
 
 def _units(
     crew: Crew, lane: Lane, nbytes: int, place: str
-) -> tuple[list[list[Call]], list[list[Call]]]:
+) -> tuple[list[list[Prepared]], list[list[Prepared]]]:
     """Warm-ups and timed units."""
     job = crew.job
     if job.launches:
@@ -136,7 +137,7 @@ def _units(
 
 
 def _loop(
-    crew: Crew, lane: Lane, units: tuple[list[list[Call]], list[list[Call]]], *, each: bool
+    crew: Crew, lane: Lane, units: tuple[list[list[Prepared]], list[list[Prepared]]], *, each: bool
 ) -> Loop:
     """The timed units with events around them all, or with one behind each."""
     platform, clocks = crew.platform, (c_longlong(), c_longlong())
@@ -163,7 +164,7 @@ def _pass(lane: Lane, loop: Loop) -> tuple[float, list[list[float]]]:
     ]
 
 
-def _run_and_wait(crew: Crew, calls: Mapping[Lane, list[Call]]) -> None:
+def _run_and_wait(crew: Crew, calls: Mapping[Lane, list[Prepared]]) -> None:
     lists = {lane: crew.platform.call_list(calls[lane]) for lane in crew.lanes}
 
     def wait(lane: Lane) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trlow.binding import clib
-from trlow.binding.clib import Library
+from trlow.binding.clib import Library, Prepared
 
-__all__ = ["WORDS", "Call", "CallList", "Entry", "call"]
+__all__ = ["WORDS", "CallList", "Entry"]
 
 WORDS = 12  # arguments that a call can have; cuLaunchKernel has 11
 _MASK = (1 << 64) - 1
@@ -28,56 +27,18 @@ class Entry(ctypes.Structure):
     _fields_ = (("function", ctypes.c_void_p), ("words", ctypes.c_uint64 * WORDS))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a library with its arguments as words. Made by `call`."""
-
-    library: Library
-    name: str
-    address: int
-    words: tuple[int, ...]
-    keep: tuple[Any, ...]  # what the words may point to
-
-
-def call(library: Library, name: str, *arguments: Any, keep: tuple[Any, ...] = ()) -> Call:
-    """The call `name(*arguments)` for a list. `keep` lives as long as the call.
-
-    AttributeError, LibraryError as for the function itself. TypeError for arguments that the
-    prototype does not take, and for a function that cannot be in a list: one whose result is no
-    error code, or that takes a structure or a floating-point number by value.
-    """
-    prototype = library.prototype(name)
-    if prototype.result != library.interface.status:
-        raise TypeError(f"{name} returns {prototype.result}, which says nothing of failures")
-    if len(arguments) != len(prototype.argtypes) or len(arguments) > WORDS:
-        raise TypeError(f"{name} takes {len(prototype.argtypes)} arguments, got {len(arguments)}")
-    pairs = zip(prototype.argtypes, arguments, strict=True)
-    words = tuple(_word(name, argtype, argument) for argtype, argument in pairs)
-    return Call(library, name, library.address(name), words, (*arguments, *keep))
-
-
-def _word(name: str, argtype: Any, argument: Any) -> int:
-    """What lies in the register or the place on the stack of one argument."""
-    if issubclass(argtype, (ctypes.Structure, ctypes.c_float)):
-        raise TypeError(f"{name} takes a {argtype.__name__} by value, which no word can be")
-    argtype.from_param(argument)  # TypeError as of the function itself
-    if argtype in _INTEGERS:
-        return int(argtype(getattr(argument, "value", argument)).value) & _MASK
-    if isinstance(argument, int):  # a handle or an address
-        return argument & _MASK
-    return ctypes.cast(argument, ctypes.c_void_p).value or 0
-
-
 class CallList:
     """Calls that are made in order, up to the first that fails."""
 
-    def __init__(self, host: Library, calls: Sequence[Call]) -> None:
-        """`host` has the loop: the table of the host device's extensions (binding.host)."""
+    def __init__(self, host: Library, calls: Sequence[Prepared]) -> None:
+        """`host` has the loop: the table of the host device's extensions (binding.host).
+
+        TypeError for a function that cannot be in a list: one whose result is no error code, that
+        takes more than `WORDS` arguments, or a structure or a floating-point number by value.
+        """
         self._run = host.trlowHostRun
         self._calls = tuple(calls)
-        self._entries = (Entry * len(self._calls))(
-            *(Entry(one.address, one.words) for one in self._calls)
-        )
+        self._entries = (Entry * len(self._calls))(*map(_entry, self._calls))
 
     def __len__(self) -> int:
         """How many."""
@@ -95,3 +56,24 @@ class CallList:
                 last = self._calls[made]
                 last.library.judge(last.name, code.value)
             done = made + 1
+
+
+def _entry(call: Prepared) -> Entry:
+    name, prototype = call.name, call.library.prototype(call.name)
+    if prototype.result != call.library.interface.status:
+        raise TypeError(f"{name} returns {prototype.result}, which says nothing of failures")
+    if len(call.given) > WORDS:
+        raise TypeError(f"{name} takes {len(call.given)} arguments, a list passes {WORDS}")
+    pairs = zip(prototype.argtypes, call.given, strict=True)
+    return Entry(call.library.address(name), tuple(_word(name, *pair) for pair in pairs))
+
+
+def _word(name: str, argtype: Any, argument: Any) -> int:
+    """What lies in the register or the place on the stack of one argument."""
+    if issubclass(argtype, (ctypes.Structure, ctypes.c_float)):
+        raise TypeError(f"{name} takes a {argtype.__name__} by value, which no word can be")
+    if argtype in _INTEGERS:
+        return int(argtype(getattr(argument, "value", argument)).value) & _MASK
+    if isinstance(argument, int):  # a handle or an address
+        return argument & _MASK
+    return ctypes.cast(argument, ctypes.c_void_p).value or 0

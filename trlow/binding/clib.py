@@ -29,10 +29,12 @@ __all__ = [
     "ANY_CODE",
     "Interface",
     "Library",
+    "Prepared",
     "copies",
     "count",
     "counting",
     "find",
+    "is_counting",
     "open_library",
 ]
 
@@ -57,6 +59,15 @@ class Interface:
     version_text: Callable[[int], str] = str
     tolerated: Mapping[str, Container[int]] = field(default_factory=dict)  # beside 0
     remedy: str = ""  # what to do when it is missing
+
+
+class Prepared(partial[Any]):
+    """A call of C whose arguments are converted already: to be called, or to be put into a list."""
+
+    __slots__ = ("given", "library", "name")
+    library: Library
+    name: str
+    given: tuple[Any, ...]  # its arguments, as they were
 
 
 class Library:
@@ -100,7 +111,7 @@ class Library:
         self._gated(name)
         return ctypes.cast(self._cdll[name], ctypes.c_void_p).value or 0
 
-    def prepare(self, name: str, *arguments: Any) -> Callable[[], Any]:
+    def prepare(self, name: str, *arguments: Any) -> Prepared:
         """The call `name(*arguments)`, for loops in which converting them is most of the cost.
 
         The prototype converts them here, once; the call then passes what came of it. It is checked
@@ -117,7 +128,9 @@ class Library:
         converted = [argtype.from_param(argument) for argtype, argument in pairs]
         if name not in self._unconverting:
             self._unconverting[name] = self._bind(prototype, convert=False)
-        return partial(self._unconverting[name], *converted)
+        prepared = Prepared(self._unconverting[name], *converted)
+        prepared.library, prepared.name, prepared.given = self, name, arguments
+        return prepared
 
     @property
     def version_text(self) -> str:

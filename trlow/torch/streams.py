@@ -41,9 +41,9 @@ class Loan:
             raise
 
     def _take(self, platform: Platform, device: int) -> Streams:
-        if _stock[device]:
-            streams = _stock[device].pop()
-        else:
+        try:
+            streams = _stock[device].pop()  # one step: others may take at the same time
+        except IndexError:
             with platform.on(device):
                 streams = Streams(platform, tuple(Stream))
         self._taken.append((device, streams))

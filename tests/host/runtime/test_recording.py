@@ -43,6 +43,7 @@ class Recorder:
         def release():
             self.released += 1
             self.cudart.cudaGraphDestroy(copy.value)
+            self.fail("release")
 
         return Recorded(graph, release)
 
@@ -105,14 +106,28 @@ def test_copies_that_hold_collectives_go_ahead_of_an_abort(runtime, small, recor
     mean_of(runtime, small).run(1)
 
 
+def test_a_release_that_fails_is_raised_and_spares_nothing(runtime, small, recorders):
+    live = runtime.platform.host.trlowHostLive
+    before = live(b"graphs"), live(b"execs")
+    made = recorders("release")
+    replay = runtime.capture(small.feed_program())
+    with pytest.raises(RankError, match="planted: release"):
+        runtime.release(replay)
+    assert all(each.released == each.ended > 1 for each in made)
+    assert (live(b"graphs"), live(b"execs")) == before
+
+
 @pytest.mark.parametrize("broken", [("begin",), ("end",), ("begin", "forget"), ("end", "forget")])
 def test_one_that_fails_is_forgotten_and_what_failed_first_is_raised(
     runtime, small, recorders, broken
 ):
     made = recorders(*broken)
-    with pytest.raises(CaptureError, match=f"planted: {broken[0]}"):
+    with pytest.raises(CaptureError, match=f"planted: {broken[0]}") as caught:
         mean_of(runtime, small)
     assert made[1].forgotten == 1
+    if "forget" in broken:
+        notes = getattr(caught.value.__cause__, "__notes__", ())
+        assert "while forgetting the capture: planted: forget" in notes
     assert all(each.ended == each.released for each in made)
     assert runtime.platform.host.trlowHostLive(b"captures") == 0
     recorders()
