@@ -208,6 +208,7 @@ def test_two_threads_are_inside_at_the_same_time(stub, host):
     [
         ("plain", (1,)),
         ("floating", (1.0,)),
+        ("floating", (1,)),
         ("structure", (Small(),)),
         ("many", range(WORDS + 1)),
         ("answer", ()),
