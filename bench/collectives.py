@@ -1,15 +1,18 @@
 """Does `trlow bench` tell the same times as nccl-tests, eager and in graphs, either way to launch?
 
-    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--cpus 2] [--json FILE]
+    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--cpus 2] [--cycles 5] [--json FILE]
 
 PATH is all_reduce_perf of nccl-tests; it loads the very library that trlow loads. In-place fp32
 sums over all sizes. `threads` stands against -t N, `group` against -g N. For each of the two, eager
 and in graphs, small sizes and large ones apart, as both sides walk through a buffer of the largest
 size: round by round a worker of trlow bench is started and asked for all sizes, then nccl-tests
 runs. Both are fresh processes, because what a small eager call costs the host differs by up to 1.6
-times, on either side, as the CPU is that its thread runs on. So with --cpus both sides of a round
-run on the same CPUs, N of them and others in each round, and what is compared with the bar is the
-median of the rounds' differences. Medians and the least of each side stand beside.
+times, on either side, as the CPU is that its thread runs on, and that changes within tenths of a
+second. So with --cpus both sides of a round run on the same CPUs, N of them and others in each
+round; with --cycles trlow walks through the sizes so often in a process, nccl-tests (-N) three
+times as often, in about the same time, and the least time of a size is its round's; and what is
+compared with the bar is the median of the rounds' differences. Medians and the least of each side
+stand beside.
 
 Two clocks: nccl-tests reads the host's, from a barrier to an empty stream, trlow the device's, from
 the end of warm-up calls to the end of the last. So nccl-tests' time holds the start of the first
@@ -23,7 +26,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +42,8 @@ from trlow.bench.variant import Variant
 
 KI, MI = 1 << 10, 1 << 20
 LIMIT_S = 60.0
+THEIR_CYCLES = 3  # to one of trlow, which takes longer: the CPU has as long to change on both
+MEASURED = ("trlow", "nccl-tests", "enqueue", "trlow cycles", "nccl-tests cycles")
 
 
 @dataclass(frozen=True)
@@ -92,21 +97,23 @@ def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
         settings={"device": arguments.device, "gpus": arguments.gpus, "loopback_only": True},
     )
     rows: dict[int, dict[str, Any]] = {
-        size: {"size": size, "part": asdict(part), "trlow": [], "nccl-tests": [], "enqueue": []}
+        size: {"size": size, "part": asdict(part), **{key: [] for key in MEASURED}}
         for size in part.sizes()
     }
     for index in range(arguments.rounds):
         with on_cpus(arguments.cpus, index):
-            hello, found = trlow(job, rows)
+            hello, found = trlow(job, part.sizes(), arguments.cycles)
             for size, times in found.items():
-                rows[size]["trlow"].append(times["time_us"])
-                rows[size]["enqueue"].append(times["enqueue_us"])
+                rows[size]["trlow"].append(min(one["time_us"] for one in times))
+                rows[size]["enqueue"].append(min(one["enqueue_us"] for one in times))
+                rows[size]["trlow cycles"].append([one["time_us"] for one in times])
             if arguments.nccl_tests is not None:
                 others = nccl_tests(arguments, part, hello)
                 if others.keys() != found.keys():
                     raise SystemExit(f"nccl-tests measured {sorted(others)}, not {sorted(found)}")
-                for size, us in others.items():
-                    rows[size]["nccl-tests"].append(us)
+                for size, every in others.items():
+                    rows[size]["nccl-tests"].append(min(every))
+                    rows[size]["nccl-tests cycles"].append(every)
     return [judged(part, row) for row in rows.values()]
 
 
@@ -123,15 +130,17 @@ def on_cpus(count: int, index: int) -> Iterator[None]:
         os.sched_setaffinity(0, every)
 
 
-def trlow(job: Job, sizes: Iterable[int]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """One process of trlow: what it says of the machine, and times by size."""
+def trlow(
+    job: Job, sizes: Sequence[int], cycles: int
+) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
+    """One process of trlow: what it says of the machine, and each cycle's times by size."""
     worker = start(job, {})
     try:
         hello = worker.ask(LIMIT_S, "hello")
         worker.ask(LIMIT_S, "open")
-        found = {
-            size: worker.ask(LIMIT_S, "measure", size=size, place="in-place") for size in sizes
-        }
+        found: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+        for size in [*sizes] * cycles:
+            found[size].append(worker.ask(LIMIT_S, "measure", size=size, place="in-place"))
         worker.close(LIMIT_S)
     finally:
         worker.kill()
@@ -140,8 +149,8 @@ def trlow(job: Job, sizes: Iterable[int]) -> tuple[dict[str, Any], dict[int, dic
 
 def nccl_tests(
     arguments: argparse.Namespace, part: Part, hello: Mapping[str, Any]
-) -> dict[int, float]:
-    """One process of nccl-tests; us by size."""
+) -> dict[int, list[float]]:
+    """One process of nccl-tests; each cycle's us by size."""
     ranks = str(hello["ranks"])
     library = Path(hello["libraries"]["nccl"]["path"])
     way = ["-t", ranks, "-g", "1"] if part.launch == "threads" else ["-t", "1", "-g", ranks]
@@ -150,6 +159,8 @@ def nccl_tests(
         command = [str(arguments.nccl_tests), *way, "-o", "sum", "-d", "float", "-c", "0"]
         command += ["-b", str(part.least), "-e", str(part.most), "-f", "2", "-w", "5"]
         command += ["-n", str(part.iterations), "-G", str(part.launches), "-J", str(output)]
+        cycles = arguments.cycles * (THEIR_CYCLES if arguments.cycles > 1 else 1)
+        command += ["-N", str(cycles)]
         own = {"NCCL_TESTS_DEVICE": str(hello["devices"][0])}
         own["LD_LIBRARY_PATH"] = os.pathsep.join(
             (str(library.parent), os.environ.get("LD_LIBRARY_PATH", ""))
@@ -166,10 +177,16 @@ def nccl_tests(
             raise SystemExit(f"nccl-tests ended with {done.returncode}: {done.stdout[-2000:]}")
         if output.exists():
             rows = read(output).rows
-            return {row.size: row.time_us for row in rows if row.place == "in-place"}
-    # size count type redop root | time algbw busbw wrong | time algbw busbw wrong
-    lines = [line.split() for line in done.stdout.splitlines() if line[:1] not in {"#", ""}]
-    return {int(cells[0]): float(cells[9]) for cells in lines if len(cells) == 13}
+            told = [(row.size, row.time_us) for row in rows if row.place == "in-place"]
+        else:  # size count type redop root | time algbw busbw wrong | time algbw busbw wrong
+            lines = [line.split() for line in done.stdout.splitlines() if line[:1] not in {"#", ""}]
+            told = [(int(cells[0]), float(cells[9])) for cells in lines if len(cells) == 13]
+    found: dict[int, list[float]] = {size: [] for size, _ in told}
+    for size, us in told:
+        found[size].append(us)
+    if any(len(every) != cycles for every in found.values()):
+        raise SystemExit(f"nccl-tests did not measure each size {cycles} times")
+    return found
 
 
 def judged(part: Part, row: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +223,7 @@ def main() -> None:
     made = report.parser(__doc__)
     made.add_argument("--nccl-tests", type=Path, help="all_reduce_perf; without it trlow alone")
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--cycles", type=int, default=1, help="through all sizes in each process")
     made.add_argument("--cpus", type=int, default=0, help="on how many CPUs a side runs; 0: all")
     made.add_argument("--most", type=int, default=512 * MI, help="largest size in bytes")
     made.add_argument("--part", default="threads,group,graphs,eager", help="which of them")

@@ -9,7 +9,8 @@ and temperature hit all alike:
 
 alone   the no-communication step: forward, backward and optimizer of one rank in a CUDA graph, on
         both GPUs at once in two processes; the first side is the reference of "ratio", the one
-        of the same compilation that of "same"
+        of the same compilation that of "same"; with _awake each step also sends 4 KiB to the
+        other GPU, as links that are awake cost power, and so clock: the reference of "awake"
 ddp     DistributedDataParallel (gradient_as_bucket_view, static_graph), one process for each GPU;
         with _graph its whole step is one CUDA graph, after torch's recipe
 trlow   StaticDataParallel, all ranks in one process, whose two GPUs copy their gradients; with

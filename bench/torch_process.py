@@ -194,6 +194,7 @@ def spec_of(
     """What one process is told at its start."""
     mine = "0" if variant.nocomm else ",".join(map(str, gpus))
     own = {"side": variant.name, "rank": rank, "world_size": len(gpus), "gpu": gpus[rank]}
+    own["peer"] = gpus[(rank + 1) % len(gpus)]
     return {**common, **own, "settings": {**common["settings"], "gpus": mine}}
 
 
@@ -202,11 +203,11 @@ def environment(
 ) -> dict[str, str]:
     """Variables of one process: this one's, loopback alone, and what the side asks for."""
     env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # unless one is kept between runs
         **report.environment(),
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(common["threads"]),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(4, common["threads"])),
     }
     if variant.cta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import distributed
 from torch_models import BATCHES, WARM_STEPS, Batch, Model, loss_of
 from torch_variant import Variant
+
+TOUCH_NBYTES = 4096
 
 
 class Timer:
@@ -70,6 +72,7 @@ class Replica:
             module = data_parallel(module, variant, self.device)
             module = torch.compile(module) if whole_ddp else module
         self.module = module
+        self.touch = touch_of(self.device, spec["peer"]) if variant.awake else None
         self.optimizer = self.model.optimizer(module.parameters())
         self.batches = [
             tuple(tensor.to(self.device) for tensor in batch)
@@ -95,6 +98,8 @@ class Replica:
         # Thread-local: NCCL's watchdog of torch and autograd's threads go on beside it.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.eager_step(self.inputs)
+            if self.touch is not None:
+                self.touch()
         self.graph = graph
 
     def step(self, number: int) -> None:
@@ -131,6 +136,38 @@ def join(spec: dict[str, Any], device: torch.device) -> None:
         timeout=timedelta(seconds=spec["deadline_s"]),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def touch_of(device: torch.device, peer: int) -> Callable[[], None]:
+    """What copies a few bytes into the memory of GPU `peer`, on the current stream.
+
+    Links that nothing has crossed for a while sleep: on an H200 for 500 times 100 us, as NVML says
+    (NVML_FI_DEV_NVLINK_GET_POWER_THRESHOLD). One copy in each step keeps them awake.
+    """
+    from cuda.bindings import runtime  # noqa: PLC0415  this side alone
+
+    if peer == device.index:
+        raise SystemExit("awake: there is one GPU, and no link")
+    near = torch.zeros(TOUCH_NBYTES, dtype=torch.uint8, device=device)
+    far = torch.zeros(TOUCH_NBYTES, dtype=torch.uint8, device=torch.device("cuda", peer))
+    torch.cuda.synchronize(far.device)
+    said = runtime.cudaDeviceEnablePeerAccess(peer, 0)[0]
+    if said not in (
+        runtime.cudaError_t.cudaSuccess,
+        runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled,
+    ):
+        raise SystemExit(f"awake: GPU {device.index} does not reach GPU {peer}: {said!r}")
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+    def touch() -> None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        (said,) = runtime.cudaMemcpyAsync(
+            far.data_ptr(), near.data_ptr(), TOUCH_NBYTES, kind, stream
+        )
+        if said != runtime.cudaError_t.cudaSuccess:
+            raise SystemExit(f"awake: {said!r}")
+
+    return touch
 
 
 def data_parallel(module: torch.nn.Module, variant: Variant, device: torch.device) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import report
 from torch_process import RunningSide
 
+RATIOS = ("ratio", "ratio_same", "ratio_awake")
+
 
 @dataclass
 class Found:
@@ -52,6 +54,7 @@ class Found:
             "ms_by_process": [[1e3 * one["step_s"] for one in each] for each in self.rounds],
             "ratio": self.ratio_to(first),  # to the first side that was there
             "ratio_same": self.ratio_to(wave.get(same)),  # to its own kernels alone
+            "ratio_awake": self.ratio_to(wave.get(f"{same}_awake")),  # and with links awake
             "issue_us": report.summary(1e6 * one for one in self.samples("issue_s")),
             "issue_cpu_us": report.summary(1e6 * one for one in self.samples("issue_cpu_s")),
             "cpu_us": report.summary(1e6 * one for one in self.samples("cpu_s")),
@@ -79,7 +82,7 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
     cells = []
     for line in lines:
         if not line["ms"]["count"]:
-            cells.append([line["side"], line["failure"] or "no rounds", *("-" * 8)])
+            cells.append([line["side"], line["failure"] or "no rounds", *("-" * 9)])
             continue
         ms, loss = line["ms"], line["loss"]
         wrong = line["failure"] or ("" if loss is not None and loss - loss == 0 else "NOT FINITE")
@@ -87,7 +90,7 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
             [
                 line["side"],
                 f"{ms['median']:.3f} ({ms['least']:.3f}..{ms['most']:.3f})",
-                *(f"{line[k]['median']:.3f}" if line[k] else "-" for k in ("ratio", "ratio_same")),
+                *(f"{line[k]['median']:.3f}" if line[k] else "-" for k in RATIOS),
                 f"{line['issue_us']['median']:.0f}",
                 f"{line['issue_cpu_us']['median']:.0f}",
                 f"{line['cpu_us']['median']:.0f}",
@@ -96,7 +99,15 @@ def show(model: str, lines: Sequence[dict[str, Any]]) -> None:
                 f"{loss:.4f} {wrong}" if loss is not None else wrong,
             ]
         )
-    times = ("ms per step (least..most)", "ratio", "same", "issue us", "its CPU", "all CPU")
+    times = (
+        "ms per step (least..most)",
+        "ratio",
+        "same",
+        "awake",
+        "issue us",
+        "its CPU",
+        "all CPU",
+    )
     titles = (*times, "MiB", "loss@12", "loss")
     report.table((model, *titles), cells)
     print(flush=True)

@@ -22,6 +22,7 @@ WORDS = """words behind a side's name, each with an underscore before it:
   graph      DDP's whole step captured in a CUDA graph (alone and trlow always are, on GPUs)
   compile    torch.compile of the whole module (of DDP: around DDP, with DDPOptimizer)
   regional   torch.compile of each region: a ResNet's layers, a Transformer's layers
+  awake      alone, and each step sends 4 KiB to the other GPU, so that the links stay awake
   nocomm     trlow with one rank in each of two processes
   bf16       gradients are reduced in bfloat16
   ctaN       NCCL takes at most N CTAs (NCCL_MAX_CTAS)
@@ -40,6 +41,7 @@ class Variant:
     base: str
     graph: bool = False
     compiled: str = ""  # "whole" or "regional"
+    awake: bool = False
     nocomm: bool = False
     wire: str = ""
     cta: int = 0  # 0: NCCL's own choice, as below
@@ -58,7 +60,9 @@ class Variant:
     def needs_cuda(self) -> bool:
         """Whether there is no such side on a machine without a GPU."""
         bf16_hook = self.base == "ddp" and bool(self.wire)
-        return self.graph or bool(self.compiled or self.cta) or self.window or bf16_hook
+        return bool(
+            self.graph or self.compiled or self.cta or self.window or self.awake or bf16_hook
+        )
 
 
 def variant_of(name: str) -> Variant:
@@ -68,7 +72,7 @@ def variant_of(name: str) -> Variant:
         raise ValueError(f"{name}: a side begins with one of {', '.join(BASES)}")
     found = Variant(name, base)
     trlows = dict.fromkeys(("nocomm", "window", "nccl"), "trlow")
-    flags = {"graph": "ddp", "nobuffers": "ddp", **trlows}
+    flags = {"graph": "ddp", "nobuffers": "ddp", "awake": "alone", **trlows}
     for word in words:
         number = re.fullmatch(r"(cta|buckets|mib)([1-9]\d*)", word)
         if word in flags and base == flags[word]:
