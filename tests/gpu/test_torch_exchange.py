@@ -15,7 +15,7 @@ from torch_exchange_cases import (  # noqa: E402, F401  the tests themselves
     wide,
 )
 
-from trlow.torch import StaticDataParallel, stages  # noqa: E402
+from trlow.torch import StaticDataParallel  # noqa: E402
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(60), pytest.mark.usefixtures("torch_threads")]
 
@@ -30,11 +30,8 @@ def test_two_gpus_that_reach_each_other_copy_by_themselves(device, two):
         assert static.exchange == ("copy" if device == "cuda" else "nccl")
 
 
-def test_many_steps_with_a_rank_that_comes_late_are_those_of_an_all_reduce(
-    device, two, monkeypatch
-):
-    """A copy that comes before its inbox is free, or an update that is early, changes bytes."""
-    monkeypatch.setattr(stages, "MEETING_NBYTES", 1)  # an update for each bucket
+def test_many_steps_with_a_rank_that_comes_late_are_those_of_an_all_reduce(device, two):
+    """A copy that comes before its inbox is free, or an update ahead of it, changes bytes."""
     given, ends = cases.batches(8), []
     kind = "cuda" if device == "cuda" else "cpu"
     places = [(rank, torch.device(kind, rank if kind == "cuda" else 0)) for rank in range(2)]

@@ -27,7 +27,7 @@ BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from trlow.enqueue import Rank
     from trlow.torch.batches import BatchShape
@@ -216,15 +216,10 @@ class CudaSide:
     def _take(self, handle: int) -> None:
         """The step of every bucket."""
         assert self._fused is not None
-        gradients = self._gradients(range(len(self.member.buckets)))
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in range(len(self.member.buckets)):
+            gradients |= self.member.gradients(bucket) | self._direct(bucket)
         self._fused(gradients, handle, counts=True)
-
-    def _gradients(self, buckets: Iterable[int]) -> dict[torch.Tensor, torch.Tensor]:
-        """Where the optimizer reads what it reads."""
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for bucket in buckets:
-            found |= self.member.gradients(bucket) | self._direct(bucket)
-        return found
 
     def apply(self, handle: int) -> None:
         """The optimizer step. The warm-up has no other order than these two events."""
@@ -233,19 +228,17 @@ class CudaSide:
             stream.wait_event(self._gathered)
             self.member.apply(None if self._fused is None else lambda: self._take(handle))
 
-    def apply_early(self, buckets: Sequence[int], handle: int, *, beside: bool) -> None:
-        """The optimizer step of some buckets, ``beside`` the backward or behind it."""
+    def apply_early(self, bucket: int, handle: int, *, beside: bool) -> None:
+        """The optimizer step of one bucket, ``beside`` the backward or behind it."""
         assert self._fused is not None
         with self._on(handle) as stream:
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(self._computed)  # the warm-up has no other order than these two
                 stream.wait_event(self._gathered)
-            for bucket in buckets:
-                self.member.hand_over(bucket)
-            blocks = EARLY_BLOCKS if beside else None
-            self._fused(self._gradients(buckets), handle, counts=0 in buckets, blocks=blocks)
-            for bucket in buckets:
-                self.member.clear(bucket)
+            self.member.hand_over(bucket)
+            gradients, blocks = self.member.gradients(bucket), EARLY_BLOCKS if beside else None
+            self._fused(gradients, handle, counts=bucket == 0, blocks=blocks)
+            self.member.clear(bucket)
 
     def before(self, rank: Rank, payload: Payload) -> None:
         """The inputs of a step and its random numbers, ahead of the graph."""

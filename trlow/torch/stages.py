@@ -6,7 +6,8 @@ while the backward goes on. Where weights may change early the step of a bucket'
 right behind its all-reduce, and COMPUTE does not say that it reads them. Everything else is derived
 from byte ranges as always.
 
-Where ranks copy, a bucket is sent instead, and whoever reads it adds what has been received.
+Where ranks copy, a bucket is sent instead, ranks meet once behind all of them, and whoever reads a
+gradient adds what has been received.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from trlow.exchange import add, admit, receive, send
 from trlow.program import External, Program, Stage, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from trlow.plan import MemoryPlan, Range
     from trlow.range_op import RangeOp
     from trlow.torch.course import Course
     from trlow.torch.cuda import CudaSide
     from trlow.torch.host import HostSide
-
-MEETING_NBYTES = 128 << 20  # of gradients, for which ranks that copy meet before the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,6 @@ class Ranges:
         loss, running, token = map(plan.range, ("R_LOSS", "B_STATISTICS", "S_TOKEN"))
         return cls(weights, gradients, inboxes, direct, masters, loss, running, token)
 
-    def received(self, buckets: Iterable[int]) -> list[Range]:
-        """Where a peer's gradients of some buckets arrive."""
-        return [each for k in buckets for each in (self.inboxes[k], self.direct[k])]
-
 
 def step_program(
     plan: MemoryPlan,
@@ -75,18 +70,18 @@ def step_program(
     tail = [range_op.sum_all_reduce(ranges.loss)]
     if last and ranges.running.nbytes:
         tail.append(_statistics(ranges.running, statistics))
-    for group in _groups(ranges, course):
-        at_end = group[-1] == len(ranges.gradients) - 1
-        for k in group:
-            if sides[0].overlaps and ranges.gradients[k].nbytes:
-                stages.append(_gather(sides, k, ranges.gradients[k]))
-            if last and course.copies:
-                stages.append(_send(sides, k, ranges))
-        if last:  # loss and statistics are in one group of NCCL with the last one
-            ops = _reduce(ranges, group, tail if at_end else (), course)
-            stages.append(Stage(f"COMM_{group[-1]}", Stream.UPDATE, ops))
+    for k, bucket in enumerate(ranges.gradients):
+        at_end = k == len(ranges.gradients) - 1
+        if sides[0].overlaps and bucket.nbytes:
+            stages.append(_gather(sides, k, bucket))
+        if last and course.copies:
+            stages.append(_send(sides, k, ranges))
+        if last and (at_end or not course.copies):
+            # Loss and statistics are in one group of NCCL with the last one.
+            ops = _reduce(ranges, k, tail if at_end else (), course)
+            stages.append(Stage(f"COMM_{k}", Stream.UPDATE, ops))
         if last and early:
-            stages.append(_update_early(sides, group, ranges, beside=not at_end))
+            stages.append(_update_early(sides, k, ranges, beside=not at_end))
     if not last:
         stages.append(Stage("LOSS", Stream.UPDATE, tuple(tail)))
     elif not early:
@@ -94,35 +89,13 @@ def step_program(
     return Program.single("step" if last else "micro-step", tuple(stages))
 
 
-def _groups(ranges: Ranges, course: Course) -> list[list[int]]:
-    """Buckets that are complete at the same time; each for itself if NCCL sums them.
-
-    Where ranks copy they have to meet, in a kernel of NCCL. That costs the kernels beside it more
-    than a small update that is early gains.
-    """
+def _reduce(ranges: Ranges, k: int, more: Sequence[RangeOp], course: Course) -> tuple[RangeOp, ...]:
+    """One bucket, or where ranks copy all of them; ``more`` goes along."""
     if not course.copies:
-        return [[k] for k in range(len(ranges.gradients))]
-    groups: list[list[int]] = [[]]
-    nbytes = 0
-    for k in range(len(ranges.gradients)):
-        groups[-1].append(k)
-        nbytes += ranges.inboxes[k].nbytes + ranges.direct[k].nbytes
-        if course.early and nbytes >= MEETING_NBYTES and k < len(ranges.gradients) - 1:
-            groups.append([])
-            nbytes = 0
-    return groups
-
-
-def _reduce(
-    ranges: Ranges, group: Sequence[int], more: Sequence[RangeOp], course: Course
-) -> tuple[RangeOp, ...]:
-    """The last bucket of a group, and with it all of them complete; ``more`` goes along."""
-    if not course.copies:
-        return (range_op.sum_all_reduce(*(ranges.gradients[k] for k in group)), *more)
-    arrived = receive(ranges.token, *ranges.received(group))
-    if course.adds:
-        return (arrived, *more)
-    return (arrived, *more, *(add(ranges.gradients[k], ranges.inboxes[k]) for k in group))
+        return (range_op.sum_all_reduce(ranges.gradients[k]), *more)
+    arrived = receive(ranges.token, *ranges.inboxes, *ranges.direct)
+    sums = () if course.adds else map(add, ranges.gradients, ranges.inboxes)
+    return (arrived, *more, *sums)
 
 
 def _send(sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges) -> Stage:
@@ -160,19 +133,18 @@ def _gather(sides: Sequence[CudaSide | HostSide], k: int, bucket: Range) -> Stag
 
 
 def _update_early(
-    sides: Sequence[CudaSide | HostSide], group: Sequence[int], ranges: Ranges, *, beside: bool
+    sides: Sequence[CudaSide | HostSide], k: int, ranges: Ranges, *, beside: bool
 ) -> Stage:
     def body(rank: int, stream: int) -> None:
-        sides[rank].apply_early(group, stream, beside=beside)  # type: ignore[union-attr]
+        sides[rank].apply_early(k, stream, beside=beside)  # type: ignore[union-attr]
 
-    buckets = [ranges.gradients[k] for k in group]
-    counts = ranges.weights[:1] if group[0] else ()  # the step of bucket 0 counts it for all
-    reads = (*buckets, *ranges.received(group), *counts)
-    changed = [each for k in group for each in (ranges.weights[k], ranges.masters[k])]
-    work = External("callback", reads, (*changed, *buckets), body)
+    bucket = ranges.gradients[k]
+    counts = ranges.weights[:1] if k else ()  # the step of bucket 0 counts it for all
+    changed = (ranges.weights[k], ranges.masters[k], bucket)
+    work = External("callback", (bucket, *counts), changed, body)
     # With nothing beside it the last one stays on the stream of its all-reduce.
     stream = Stream.TRANS if beside else Stream.UPDATE
-    return Stage(f"OPTIMIZER_{group[-1]}", stream, (), work)
+    return Stage(f"OPTIMIZER_{k}", stream, (), work)
 
 
 def _update(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
@@ -180,7 +152,7 @@ def _update(sides: Sequence[CudaSide | HostSide], ranges: Ranges) -> Stage:
         sides[rank].apply(stream)
 
     writes = (*ranges.weights, *ranges.gradients, *ranges.masters)  # clipping is in place
-    reads = (*ranges.gradients, *ranges.received(range(len(ranges.gradients))))
+    reads = (*ranges.gradients, *ranges.inboxes, *ranges.direct)
     work = External("callback", reads, writes, body)
     return Stage("OPTIMIZER", Stream.UPDATE, (), work)
 

@@ -58,11 +58,12 @@ def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False
     return course_on_gpus(members, shape, shards[0], found, copies=copies, widens=widens)
 
 
-def test_a_plain_step_of_copies_is_fused_early_and_direct():
-    assert course() == Course(True, True, True, True, frozenset({*LARGE, *LAST}))
+def test_a_plain_step_of_copies_is_fused_and_direct_and_at_the_end():
+    direct = frozenset({*LARGE, *LAST})
+    assert course() == Course(True, fused=True, adds=True, early=False, direct=direct)
 
 
-def test_all_reduces_gather_everything():
+def test_all_reduces_gather_everything_and_let_weights_change_early():
     assert course(copies=False) == Course(False, True, True, True, frozenset())
 
 
@@ -72,15 +73,17 @@ def test_one_bucket_is_the_last_and_all_of_it_direct():
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"autocast": torch.float16}])
 def test_what_needs_all_gradients_is_neither_early_nor_added_by_the_kernel(options):
-    assert course(**options) == Course(True, fused=True)
+    for copies in (True, False):
+        assert course(**options, copies=copies) == Course(copies, fused=True)
 
 
 def test_a_narrow_wire_is_added_ahead_of_the_kernel():
-    assert course(widens=True) == Course(True, fused=True, early=True)
+    assert course(widens=True) == Course(True, fused=True)
+    assert course(widens=True, copies=False) == Course(False, fused=True, early=True)
 
 
 def test_gradients_that_are_added_up_are_gathered():
-    assert course(accumulate=2) == Course(True, True, True, True, frozenset())
+    assert course(accumulate=2) == Course(True, fused=True, adds=True)
 
 
 @pytest.mark.parametrize("optimizer", [plain, Hooked()])
