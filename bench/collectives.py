@@ -22,10 +22,12 @@ call and the host's noticing of the end once in each loop; long loops make that 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -101,6 +103,8 @@ def both(arguments: argparse.Namespace, part: Part) -> list[dict[str, Any]]:
         for size in part.sizes()
     }
     for index in range(arguments.rounds):
+        if index and time.monotonic() > arguments.until:
+            break  # the rows tell by their number of times
         with on_cpus(arguments.cpus, index):
             hello, found = trlow(job, part.sizes(), arguments.cycles)
             for size, times in found.items():
@@ -223,11 +227,15 @@ def main() -> None:
     made = report.parser(__doc__)
     made.add_argument("--nccl-tests", type=Path, help="all_reduce_perf; without it trlow alone")
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument(
+        "--budget", type=float, help="seconds after which a part's first round is its last"
+    )
     made.add_argument("--cycles", type=int, default=1, help="through all sizes in each process")
     made.add_argument("--cpus", type=int, default=0, help="on how many CPUs a side runs; 0: all")
     made.add_argument("--most", type=int, default=512 * MI, help="largest size in bytes")
     made.add_argument("--part", default="threads,group,graphs,eager", help="which of them")
     arguments = made.parse_args()
+    arguments.until = math.inf if arguments.budget is None else time.monotonic() + arguments.budget
     if arguments.nccl_tests is not None:
         arguments.nccl_tests = arguments.nccl_tests.resolve()
     here = report.machine()
