@@ -1,6 +1,7 @@
 """Does `trlow bench` tell the same times as nccl-tests, eager and in graphs, either way to launch?
 
-    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--cpus 2] [--cycles 5] [--json FILE]
+    python bench/collectives.py --nccl-tests PATH [--rounds 3] [--cpus 2] [--cycles 3]
+                                 [--budget S] [--json FILE]
 
 PATH is all_reduce_perf of nccl-tests; it loads the very library that trlow loads. In-place fp32
 sums over all sizes. `threads` stands against -t N, `group` against -g N. For each of the two, eager
@@ -228,7 +229,7 @@ def main() -> None:
     made.add_argument("--nccl-tests", type=Path, help="all_reduce_perf; without it trlow alone")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument(
-        "--budget", type=float, help="seconds after which a part's first round is its last"
+        "--budget", type=float, help="seconds of the whole; after them a part has one round"
     )
     made.add_argument("--cycles", type=int, default=1, help="through all sizes in each process")
     made.add_argument("--cpus", type=int, default=0, help="on how many CPUs a side runs; 0: all")

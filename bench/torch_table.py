@@ -44,8 +44,12 @@ class Found:
         """As it stands in the JSON; seconds become ms and us."""
         steps = self.samples("step_s")
         first = next(iter(wave.values()), None)
-        compiled = self.side.variant.compiled
-        same = "alone" + {"": "", "whole": "_compile", "regional": "_regional"}[compiled]
+        alone = {
+            found.side.variant.awake: found
+            for found in wave.values()
+            if found.side.variant.base == "alone"
+            and found.side.variant.compiled == self.side.variant.compiled
+        }
         setup = self.side.setup
         return {
             "side": self.side.name,
@@ -53,8 +57,8 @@ class Found:
             "ms": report.summary(1e3 * one for one in steps),
             "ms_by_process": [[1e3 * one["step_s"] for one in each] for each in self.rounds],
             "ratio": self.ratio_to(first),  # to the first side that was there
-            "ratio_same": self.ratio_to(wave.get(same)),  # to its own kernels alone
-            "ratio_awake": self.ratio_to(wave.get(f"{same}_awake")),  # and with links awake
+            "ratio_same": self.ratio_to(alone.get(False)),  # to its own kernels alone
+            "ratio_awake": self.ratio_to(alone.get(True)),  # and with links awake
             "issue_us": report.summary(1e6 * one for one in self.samples("issue_s")),
             "issue_cpu_us": report.summary(1e6 * one for one in self.samples("issue_cpu_s")),
             "cpu_us": report.summary(1e6 * one for one in self.samples("cpu_s")),

@@ -75,7 +75,7 @@ def variant_of(name: str) -> Variant:
     flags = {"graph": "ddp", "nobuffers": "ddp", "awake": "alone", **trlows}
     for word in words:
         number = re.fullmatch(r"(cta|buckets|mib)([1-9]\d*)", word)
-        if word in flags and base == flags[word]:
+        if base == flags.get(word) and not getattr(found, word):
             found = replace(found, **{word: True})
         elif word in {"compile", "regional"} and not found.compiled:
             found = replace(found, compiled="whole" if word == "compile" else word)

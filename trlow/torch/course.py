@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trlow.errors import PlanError
 from trlow.torch.fused import covers
 from trlow.torch.measure import may_update_early
 
@@ -35,9 +36,14 @@ class Course:
     copies: bool = False  # gradients are sent by copy engines
     fused: bool = False  # the optimizer's step is a kernel of trlow's
     adds: bool = False  # and adds the peer's gradients itself
-    early: bool = False  # a weight changes as soon as its gradient is summed
+    early: bool = False  # a weight changes as soon as its gradient is summed; not with copies
     direct: frozenset[str] = frozenset()  # parameters whose gradients are not gathered
     draws: bool = False  # random numbers
+
+    def __post_init__(self) -> None:
+        """Refuse what no program is made for: an early update reads no inbox."""
+        if self.early and self.copies:
+            raise PlanError("where ranks copy no weight changes early")
 
 
 def course_on_gpus(

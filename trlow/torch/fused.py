@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD with momentum: one kernel for each bucket and parameter group.
+"""Adam, AdamW and SGD with momentum: one kernel for each parameter group, of a bucket or of all.
 
 The formulas are torch's and so is the state, so a state dict stays what it was; sums may round in
 another order. What is not covered here (see ``covers``) is left to torch's own kernels.
@@ -84,7 +84,7 @@ def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FusedStep:
-    """One rank's optimizer step by buckets, for a state that stays where it is.
+    """One rank's optimizer step, of some or all parameters, for a state that stays where it is.
 
     It has to outlive its launches, whose numbers it holds.
     """

@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not tested at all")
 
-from trlow.dtype import F32  # noqa: E402
+from trlow.dtype import BF16, F32  # noqa: E402
+from trlow.errors import PlanError  # noqa: E402
 from trlow.program import Stream  # noqa: E402
 from trlow.torch.buckets import Bucket, Parameter, make_plan  # noqa: E402
 from trlow.torch.course import Course  # noqa: E402
@@ -19,12 +20,12 @@ class Side:
     overlaps = True
 
 
-def program(buckets, *, early=False, last=True, copies=False, adds=True, direct=()):
+def program(buckets, *, early=False, last=True, copies=False, adds=True, direct=(), wire=None):
     names = [f"p{k}" for k in range(buckets)]
     parameters = [Parameter(name, 1000, F32) for name in names]
     cut = [Bucket((name,), F32) for name in names]
-    plan = make_plan(parameters, cut, {"mean": 8}, None, copies=copies, direct=direct)
-    course = Course(copies, early or copies, adds, early, frozenset(direct))
+    plan = make_plan(parameters, cut, {"mean": 8}, wire, copies=copies, direct=direct)
+    course = Course(copies, early or adds, adds, early, frozenset(direct))
     return step_program(plan, [Side()] * 2, course, "mean", last=last)
 
 
@@ -41,6 +42,24 @@ def before(found):
         for name, known in direct.items():
             direct[name] = known.union(*(direct[other] for other in known))
     return direct
+
+
+def to_the_next(found):
+    """Pairs of stages of which the second, a step later, has to wait for the first."""
+    (stages,) = found.phases
+    return {
+        (stages[edge.src[1]].name, stages[edge.dst[1]].name)
+        for edge in found.hazards()
+        if edge.distance == 1
+    }
+
+
+def touched(stage):
+    """Kinds of the ranges that a stage reads and writes, by the first letter of their names."""
+    known = [(op.reads, op.writes) for op in stage.ops]
+    if stage.external is not None:
+        known.append((stage.external.reads, stage.external.writes))
+    return tuple({one.first[0] for each in known for one in each[k] if one.nbytes} for k in (0, 1))
 
 
 def test_early_updates_come_behind_their_bucket_and_bucket_0_and_beside_everything_else():
@@ -62,10 +81,7 @@ def test_copies_are_admitted_beside_the_forward_and_behind_the_update_of_the_ste
     (stages,) = found.phases
     names = [stage.name for stage in stages]
     assert names[0] == "ADMIT"
-    hazards = {
-        (names[edge.src[1]], names[edge.dst[1]]) for edge in found.hazards() if edge.distance == 1
-    }
-    assert ("OPTIMIZER", "ADMIT") in hazards
+    assert {("OPTIMIZER", "ADMIT"), ("OPTIMIZER", "COMPUTE")} <= to_the_next(found)
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -91,6 +107,29 @@ def test_what_is_sent_directly_is_not_gathered():
     ordered = before(found)
     assert "ADMIT" in ordered["SEND_0"]
     assert {"SEND_0", "SEND_1"} <= ordered["COMM_1"]
+
+
+@pytest.mark.parametrize("last", ["p1", "p0"])
+def test_what_arrives_directly_is_admitted_received_and_read_as_well(last):
+    (stages,) = program(2, copies=True, direct={last}).phases
+    known = {stage.name: touched(stage) for stage in stages}
+    arriving = {"P", "D"}
+    assert arriving <= known["ADMIT"][1]
+    assert arriving <= known["COMM_1"][1]
+    assert known["OPTIMIZER"][0] == {"G", *arriving}
+
+
+def test_the_optimizer_says_what_it_changes():
+    for early, copies in ((False, False), (True, False), (False, True)):
+        (stages,) = program(2, early=early, copies=copies, adds=False, wire=BF16).phases
+        changed = {s.name: touched(s)[1] for s in stages if s.name.startswith("OPTIMIZER")}
+        assert set(changed) == ({"OPTIMIZER_0", "OPTIMIZER_1"} if early else {"OPTIMIZER"})
+        assert all(kinds == {"W", "G", "H"} for kinds in changed.values())
+
+
+def test_weights_do_not_change_early_where_ranks_copy():
+    with pytest.raises(PlanError, match="copy"):
+        program(2, early=True, copies=True)
 
 
 def test_a_micro_step_copies_nothing():
