@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ hypothesis.settings.register_profile(
     "trlow", deadline=None, derandomize=os.environ.get("CI") == "true", print_blob=True
 )
 hypothesis.settings.load_profile("trlow")
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and all its children too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def gpu_count() -> int:
