@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "libtrlow_host.so"
-BINDINGS = ("cudart", "driver", "nccl", "host")
+BINDINGS = ("cudart", "driver", "nccl_header", "host")
 SANITIZERS = {
     # little optimisation: these builds look for errors, and compiling is what they cost
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"),

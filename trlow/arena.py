@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trlow.binding.nccl_header import NCCL_WIN_REQUIRED_ALIGNMENT
 from trlow.dlpack import CPU, CUDA, DeviceArray, check_layout
 from trlow.dtensor import DTensor
 from trlow.errors import ForeignError, PlanError, SettingsError, UsageError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from trlow.program import Program
     from trlow.settings import Settings
 
-WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT, of a window's start and size
 WINDOWS_SINCE, ABORTABLE_SINCE = 22700, 22907  # versions of NCCL
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
@@ -290,4 +290,5 @@ class Arena:
 
 def _window_nbytes(nbytes: int) -> int:
     """Rounded up to what a window's size has to be a multiple of."""
-    return max(-(-nbytes // WINDOW_ALIGNMENT), 1) * WINDOW_ALIGNMENT
+    step = NCCL_WIN_REQUIRED_ALIGNMENT
+    return max(-(-nbytes // step), 1) * step

@@ -16,21 +16,45 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trlow.binding.nccl_header import (
+    NCCL_WIN_COLL_SYMMETRIC,
+    ncclDataType_t,
+    ncclRedOp_t,
+    ncclResult_t,
+    ncclScalarResidence_t,
+)
 from trlow.errors import ForeignError, SettingsError, TrlowError, UsageError
 from trlow.ranks import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from trlow.binding.clib import Library
     from trlow.device import Platform
     from trlow.ranks import Job
 
-# ncclRedOp_t of nccl.h; "premulsum" is made per communicator, see _premulsum
-REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
-SCALAR_ON_DEVICE = 0  # ncclScalarDevice: the factor is read when the collective runs
-QUIET = (0, 7)  # ncclSuccess, ncclInProgress
-COLL_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-FLOAT32 = 7  # ncclFloat32; any type will do for a call that must be refused
+# "premulsum" is made per communicator, see _premulsum
+REDUCE_OPS = {
+    name: int(ncclRedOp_t[f"nccl{name.title()}"]) for name in ("sum", "prod", "max", "min", "avg")
+}
+QUIET = (ncclResult_t.ncclSuccess, ncclResult_t.ncclInProgress)
+
+
+@contextmanager
+def indivisible(nccl: Library) -> Iterator[None]:
+    """One group of whatever the body issues; nothing of it happens if the body raises."""
+    nccl.ncclGroupStart()
+    try:
+        yield
+    except BaseException:
+        # A call without a communicator has NCCL launch nothing of the group. Each refusal is what
+        # was wanted; the error that matters is being raised.
+        with suppress(ForeignError):
+            nccl.ncclAllReduce(None, None, 0, ncclDataType_t.ncclFloat32, 0, None, None)
+        with suppress(ForeignError):
+            nccl.ncclGroupEnd()
+        raise
+    nccl.ncclGroupEnd()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +136,7 @@ class Communicators:
     def group(self, calls: Iterable[Call]) -> None:
         """Issue all calls as one group, or nothing at all. Raises ``NcclError``, ``UsageError``."""
         prepared = [self._prepare(call) for call in calls]
-        with self._indivisible():
+        with indivisible(self._nccl):
             for issue in prepared:
                 issue()
 
@@ -124,9 +148,9 @@ class Communicators:
         register = self._nccl.ncclCommWindowRegister
         windows = [c_void_p() for _ in self.handles]
         try:
-            with self._indivisible():
+            with indivisible(self._nccl):
                 for handle, address, window in zip(self.handles, addresses, windows, strict=True):
-                    register(handle, address, nbytes, byref(window), COLL_SYMMETRIC)
+                    register(handle, address, nbytes, byref(window), NCCL_WIN_COLL_SYMMETRIC)
         finally:
             self._windows = {r: window.value for r, window in enumerate(windows) if window.value}
         if len(self._windows) < len(windows):
@@ -135,17 +159,6 @@ class Communicators:
                 "memory cannot be symmetric: GPUs without peer access, NCCL_CUMEM_ENABLE=0 or "
                 "NCCL_WIN_ENABLE=0; use arena='plain'"
             )
-
-    @contextmanager
-    def _indivisible(self) -> Iterator[None]:
-        """One group of whatever the body issues; nothing of it happens if the body raises."""
-        self._nccl.ncclGroupStart()
-        try:
-            yield
-        except BaseException:
-            self._poison()
-            raise
-        self._nccl.ncclGroupEnd()
 
     def _prepare(self, call: Call) -> Callable[[], object]:
         handle = self.handles[call.rank]
@@ -176,20 +189,12 @@ class Communicators:
             raise UsageError(message)
         key = (call.rank, call.dtype_code, call.factor)
         if key not in self._reductions:
-            made = c_int()
+            made, residence = c_int(), ncclScalarResidence_t.ncclScalarDevice  # read as it runs
             self._nccl.ncclRedOpCreatePreMulSum(
-                byref(made), call.factor, call.dtype_code, SCALAR_ON_DEVICE, handle
+                byref(made), call.factor, call.dtype_code, residence, handle
             )
             self._reductions[key] = made.value
         return self._reductions[key]
-
-    def _poison(self) -> None:
-        """Close the open group so that NCCL launches nothing of it."""
-        # Each refusal is what was wanted; the error that matters is being raised.
-        with suppress(ForeignError):
-            self._nccl.ncclAllReduce(None, None, 0, FLOAT32, 0, None, None)
-        with suppress(ForeignError):
-            self._nccl.ncclGroupEnd()
 
     @property
     def last_error(self) -> str:

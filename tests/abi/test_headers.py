@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from trlow.binding import cudart, driver, host, nccl, nvrtc
+from trlow.binding import cudart, driver, host, nccl, nccl_header, nvrtc
 from trlow.binding.prototype import read_enum
 
 CUDA_ENUMS = [
@@ -175,7 +175,7 @@ def test_nccl_prototypes_codes_and_layouts_are_those_of_the_header(check_source,
     if version >= 23100:
         asserts.append(layout_asserts("ncclCollConfig_t", nccl.CollConfig, coll))
         asserts.append(layout_asserts("ncclConfigExt_t", nccl.ConfigExt))
-    for name, value in vars(nccl).items():
+    for name, value in vars(nccl_header).items():
         if re.match(r"NCCL_[A-Z]", name) and isinstance(value, int):
             missing = f"#if !defined({name}) && NCCL_VERSION_CODE >= 22800\n#error {name}\n#endif"
             equal = f"#ifdef {name}\nstatic_assert({name} == {value});\n#endif"

@@ -36,7 +36,8 @@ FLOORS: list[tuple[str, ...]] = [
     # the foreign tower
     ("binding.prototype",),
     ("binding.clib",),
-    ("binding.calls", "binding.cudart", "binding.nccl_config", "binding.nvrtc"),
+    ("binding.calls", "binding.cudart", "binding.nccl_config", "binding.nccl_header"),
+    ("binding.nvrtc",),
     ("binding.driver", "binding.nccl"),
     ("binding.host",),
     ("binding",),

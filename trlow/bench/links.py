@@ -7,8 +7,8 @@ poisons it, so that nothing of it is launched.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_int, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,33 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trlow.bench.exact import encode, factors
-from trlow.binding.nccl import UniqueId, coll_config, config, ncclRedOp_t
+from trlow.binding.nccl import UniqueId, coll_config, config
+from trlow.binding.nccl_header import (
+    NCCL_WIN_COLL_SYMMETRIC,
+    ncclRedOp_t,
+    ncclScalarResidence_t,
+)
+from trlow.communicator import indivisible
 from trlow.errors import ForeignError, SettingsError
 
 if TYPE_CHECKING:
     from trlow.bench.job import Job
     from trlow.bench.seat import Seat
-    from trlow.binding.clib import Library
     from trlow.device import Platform
-
-FLOAT32 = 7  # any type will do for a call that must be refused
-SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-SCALAR_ON_DEVICE, SCALAR_IMMEDIATE = 0, 1  # ncclScalarResidence_t
-
-
-@contextmanager
-def grouped(nccl: Library) -> Iterator[None]:
-    """One group of whatever the body issues; nothing of it happens if the body raises."""
-    nccl.ncclGroupStart()
-    try:
-        yield
-    except BaseException:
-        with suppress(ForeignError):
-            nccl.ncclAllReduce(None, None, 0, FLOAT32, 0, None, None)
-        with suppress(ForeignError):
-            nccl.ncclGroupEnd()
-        raise
-    nccl.ncclGroupEnd()
 
 
 class Links:
@@ -75,7 +61,7 @@ class Links:
         identity = UniqueId()
         self._nccl.ncclGetUniqueId(byref(identity))
         handles = [c_void_p() for _ in self._devices]
-        with self._platform.on(self._devices[0]), grouped(self._nccl):
+        with self._platform.on(self._devices[0]), indivisible(self._nccl):
             for rank, device in enumerate(self._devices):
                 self._platform.cudart.cudaSetDevice(device)
                 self._nccl.ncclCommInitRankConfig(
@@ -102,14 +88,14 @@ class Links:
 
     def _register_window(self, seats: Sequence[Seat], name: str) -> None:
         windows = [c_void_p() for _ in seats]
-        with grouped(self._nccl):
+        with indivisible(self._nccl):
             for seat, window in zip(seats, windows, strict=True):
                 self._nccl.ncclCommWindowRegister(
                     self.handles[seat.rank],
                     seat.bases[name],
                     self._job.buffer_nbytes,
                     byref(window),
-                    SYMMETRIC,
+                    NCCL_WIN_COLL_SYMMETRIC,
                 )
         made = [(rank, window.value) for rank, window in enumerate(windows) if window.value]
         self._windows += made
@@ -131,11 +117,12 @@ class Links:
         if self._job.variant.mean:
             share = np.array([1.0 / len(self.handles)])
             seat.upload(seat.factor, _narrowed(share, self._job.dtype))
-            create(seat.factor, code, SCALAR_ON_DEVICE, handle)
+            create(seat.factor, code, ncclScalarResidence_t.ncclScalarDevice, handle)
         else:
             factor = factors(op, len(self.handles))[seat.rank]
             scalar = encode(np.array([factor]), self._job.element)
-            create(scalar.ctypes.data, code, SCALAR_IMMEDIATE, handle)
+            immediate = ncclScalarResidence_t.ncclScalarHostImmediate
+            create(scalar.ctypes.data, code, immediate, handle)
         self._made.append((seat.rank, made.value))
         return made.value
 
