@@ -8,6 +8,8 @@ from ctypes import byref, c_int, c_void_p
 import numpy as np
 import pytest
 
+from trlow.communicator import indivisible
+
 pytestmark = pytest.mark.timeout(60)
 
 INVALID_ARGUMENT, INVALID_USAGE = 4, 5
@@ -55,6 +57,19 @@ def test_a_null_communicator_poisons_the_group_and_nothing_is_launched(machine, 
     assert machine.code(machine.nccl.ncclGroupEnd) == INVALID_ARGUMENT
     machine.sync(*streams)
     assert all((view == 1).all() for _, view in arrays)
+    finish(machine, team)
+
+
+@pytest.mark.parametrize("issued", [0, 1, 2])
+def test_nothing_of_a_group_whose_body_raises_happens(machine, team, issued):
+    comms, streams, arrays = team
+    with pytest.raises(KeyError, match="planted"), indivisible(machine.nccl):
+        for rank in range(issued):
+            machine.all_reduce(rank, arrays[rank][0], 8, comms, streams)
+        raise KeyError("planted")
+    machine.sync(*streams)
+    assert all((view == 1).all() for _, view in arrays)
+    assert machine.code(machine.nccl.ncclGroupEnd) == INVALID_USAGE  # none is open
     finish(machine, team)
 
 

@@ -68,6 +68,16 @@ def test_each_arena_is_one_window_of_whole_pages_of_zeros(small):
     assert live(b"windows") == before[0]
 
 
+def test_a_window_is_of_whole_pages_where_its_plan_is_not(small):
+    builder = trlow.PlanBuilder(small.plan.table, arena_alignment=256)
+    builder.add("G_BUCKET_1", "late", (24,))
+    plan = builder.build()
+    assert plan.arena_nbytes % 4096
+    with trlow.Runtime(SETTINGS, plan) as runtime:
+        pages = -(-plan.arena_nbytes // 4096)
+        assert [arena.nbytes for arena in runtime.arenas] == [4096 * pages] * 4
+
+
 @pytest.mark.parametrize("strategy", MEAN_STRATEGIES)
 def test_every_mean_works_on_windows(small, strategy):
     op = mean_all_reduce(small.early, factor=small.factor, strategy=strategy)
