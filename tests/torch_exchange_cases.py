@@ -5,11 +5,14 @@ For host/ and gpu/, which have the fixtures ``device`` and ``two`` (settings of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_cases as cases
 from torch import nn
 
+from trlow import transport
 from trlow.torch import StaticDataParallel
 
 STEPS = 12
@@ -163,9 +166,17 @@ def trained(two, exchange, factory=wide, optimizer=sgd, **options):
     return losses, first, direct
 
 
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """Small gradients, too, go through the host in parts; not all are whole."""
+    monkeypatch.setattr(transport, "PART_NBYTES", 6000)
+
+
+@pytest.mark.parametrize("way", ["peer", "host"])
 @pytest.mark.parametrize("name", CASES)
-def test_copies_train_to_the_bytes_of_an_all_reduce(device, two, name):
-    losses, weights, direct = trained(two, "copy", **CASES[name])
+def test_copies_train_to_the_bytes_of_an_all_reduce(device, two, name, way):
+    by_copies = replace(two, transport=way)
+    losses, weights, direct = trained(by_copies, "copy", **CASES[name])
     other_losses, other_weights, none = trained(two, "nccl", **CASES[name])
     assert losses == other_losses
     cases.assert_same(weights, other_weights)
@@ -181,10 +192,11 @@ def test_copies_train_to_the_bytes_of_an_all_reduce(device, two, name):
     assert bool(direct) is (device == "cuda" and name not in gathered)
 
 
-def test_copies_can_be_compiled_again(two):
-    given = cases.batches(6)
+@pytest.mark.parametrize("way", ["peer", "host"])
+def test_copies_can_be_compiled_again(two, way):
+    given, by_copies = cases.batches(6), replace(two, transport=way)
     with StaticDataParallel(
-        wide, cases.cross_entropy, two, optimizer=sgd, exchange="copy"
+        wide, cases.cross_entropy, by_copies, optimizer=sgd, exchange="copy"
     ) as static:
         first = cases.trained(static, given[:3])
         static.compile(given[0])

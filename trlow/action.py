@@ -41,6 +41,7 @@ class Collective:
     op: str = "sum"  # of an all_reduce: "sum", "avg", "premulsum" and NCCL's others
     root: int = 0  # rank whose bytes a broadcast spreads
     factor: Range | None = None  # of premulsum: one element of the range's dtype, read by address
+    joins: bool = False  # a rank comes when all that it has sent by PeerCopy is there
 
     def __post_init__(self) -> None:
         """Refuse a premulsum without its factor, and a factor that nothing reads."""

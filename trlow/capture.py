@@ -124,7 +124,11 @@ def _phase_enqueuer(program: Program, phase: int) -> Callable[[Rank, Rendezvous 
 
 
 def _stage_enqueuer(stage: Stage) -> Callable[[Rank, Rendezvous | None], None]:
-    return lambda rank, rendezvous: enqueue_stage(rank, stage, rendezvous)
+    def enqueue(rank: Rank, rendezvous: Rendezvous | None) -> None:
+        enqueue_stage(rank, stage, rendezvous)
+        rank.transport.join(rank.streams[stage.stream])  # a capture ends with all that it began
+
+    return enqueue
 
 
 def groups_in(sections: Sequence[Section], world_size: int) -> list[Group]:

@@ -18,6 +18,7 @@ from trlow.nodes import add_child, is_capturing
 from trlow.program import Stream
 from trlow.range_op import Collective, FeedCopy, Launch, PeerCopy
 from trlow.ranks import PeerFailedError
+from trlow.transport import Neighbour
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,16 +32,9 @@ if TYPE_CHECKING:
     from trlow.program import External, Program, Stage
     from trlow.ranks import Status
     from trlow.recording import Recorder
+    from trlow.transport import Transport
 
-HOST_TO_DEVICE, BY_ADDRESS = 1, 4  # cudaMemcpyKind
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """The rank that peer copies go to."""
-
-    device: int
-    base: int  # of its arena
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
 @dataclass(slots=True)
@@ -57,10 +51,10 @@ class Rank:
     kernels: Kernels
     feed: Feed
     arena: Arena
+    transport: Transport  # to the next rank
     watch: Watch | None = None  # beats around collectives, in captures
     tracer: Tracer | None = None  # stamps around stages, while a program is captured for a trace
     children: dict[External, int] = field(default_factory=dict)  # its graph, made executable
-    next: Neighbour | None = None  # none for a single rank
     recorder: Recorder | None = None  # who begins and ends captures; None: CUDA itself
 
     def mark(self, name: str, stream: int) -> None:
@@ -83,18 +77,8 @@ class Rank:
 
     def copy_to_next(self, action: PeerCopy, stream: int) -> None:
         """Enqueue a copy into the next rank's arena."""
-        if self.next is not None:
-            target, source = self.next.base + action.range.offset, self.arena.base
-            self.platform.cudart.cudaMemcpyAsync(
-                target, source + action.source.offset, action.source.nbytes, BY_ADDRESS, stream
-            )
-
-    def reach_next(self) -> None:
-        """Let this device write to the next rank's memory, from here on."""
-        if self.next is not None and self.next.device != self.device:
-            cudart = self.platform.cudart
-            if cudart.cudaDeviceEnablePeerAccess(self.next.device, 0):
-                cudart.cudaGetLastError()  # it was enabled: no error that others should come upon
+        source = self.arena.base + action.source.offset
+        self.transport.copy(action.range.offset, source, action.source.nbytes, stream)
 
     def record(self, key: object, stream: int) -> None:
         """Record the event named ``key``."""
@@ -110,7 +94,7 @@ def introduce(ranks: Sequence[Rank]) -> None:
     for index, rank in enumerate(ranks):
         after = ranks[(index + 1) % len(ranks)]
         if after is not rank:
-            rank.next = Neighbour(after.device, after.arena.base)
+            rank.transport.next = Neighbour(after.device, after.arena.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +204,8 @@ def enqueue_stage(rank: Rank, stage: Stage, rendezvous: Rendezvous | None) -> No
         action = group[0]
         if isinstance(action, Collective):
             rank.status.op = action.kind
+            if any(one.joins for one in group if isinstance(one, Collective)):
+                rank.transport.join(stream)
             if rendezvous is not None:
                 rendezvous.meet()
         elif isinstance(action, Launch):

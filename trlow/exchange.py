@@ -24,7 +24,7 @@ from trlow.errors import PlanError
 from trlow.plan import Range
 from trlow.range_check import check_apart, check_copy, check_counts, filled_of, float_name
 
-__all__ = ["Touch", "add", "admit", "check_order", "receive", "send"]
+__all__ = ["Touch", "add", "admit", "check_order", "inboxes_of", "receive", "send"]
 
 
 def admit(token: Range, *inboxes: Range) -> RangeOp:
@@ -65,6 +65,11 @@ def add(r: Range, other: Range) -> RangeOp:
         return RangeOp(kind, (), (), ())
     launch = Launch(f"add_{float_name(kind, r)}", (r, other, r.count), r.count)
     return RangeOp(kind, (r, other), (r,), (launch,))
+
+
+def inboxes_of(ops: Iterable[RangeOp]) -> tuple[Range, ...]:
+    """Every inbox that is admitted; the token comes first in what such an op declares."""
+    return tuple(inbox for op in ops if op.kind == "admit" for inbox in op.writes[1:])
 
 
 class Touch(Protocol):
@@ -165,5 +170,5 @@ def _meeting(kind: str, token: Range, inboxes: Sequence[Range]) -> RangeOp:
         raise PlanError(f"{kind}: token {token} must be one element")
     for inbox in filled:
         check_apart(kind, inbox, token)
-    meeting = Collective("all_reduce", token, "max")
+    meeting = Collective("all_reduce", token, "max", joins=kind == "receive")
     return RangeOp(kind, (token, *filled), (token, *filled), (meeting,))

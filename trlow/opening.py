@@ -16,6 +16,7 @@ from trlow.feed import Feed
 from trlow.kernel import Kernels
 from trlow.marks import Watch
 from trlow.program import Stream
+from trlow.transport import transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,7 @@ class Opening:
     window: bool  # arenas from NCCL's allocator, to be registered as one symmetric window
     watched: bool  # beats in graphs
     lent: Lent  # streams of others
+    transport: str  # of copies to the next rank
 
     def open(
         self,
@@ -57,6 +59,8 @@ class Opening:
         kernels, feed = Kernels(platform, device), Feed(platform, self.plan)
         for owner in (events, step_events, kernels, feed):
             stack.callback(owner.close)
+        way = transport(self.transport, platform, device)
+        stack.callback(way.close)
         watch = None
         if self.watched:
             watch = Watch(platform, kernels, update)
@@ -72,5 +76,6 @@ class Opening:
             kernels,
             feed,
             arena,
+            way,
             watch,
         )

@@ -26,6 +26,7 @@ from trlow.program import Stream
 from trlow.range_op import FeedCopy
 from trlow.replay import Replay, check_steps
 from trlow.team import Team
+from trlow.transport import transport_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,7 @@ class Runtime:
             watched=settings.watch,
             window=settings.arena == "window",
             lent=lent,
+            transport=transport_name(settings.transport, self.platform, devices),
         )
         workers = (*self._team.ranks.workers, self._team.ranks.coordinator)
         self._forgotten = weakref.finalize(self, _warn_forgotten, workers)

@@ -27,6 +27,7 @@ __all__ = [
 
 _DEVICES = ("auto", "host", "cuda")
 _ARENAS = ("plain", "window")
+_TRANSPORTS = ("auto", "peer", "host")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -41,6 +42,9 @@ class Settings:
     seed: int = 0
     deadline_s: float = 60.0  # seconds a step may make no progress
     arena: str = "plain"  # "window": a symmetric NCCL window on all ranks, so at least two
+    # How trlow.exchange copies from rank to rank (NCCL chooses for itself): "peer" over a link,
+    # "host" through pinned memory of the host, "auto" over links where all ranks have them.
+    transport: str = "auto"
     allow_unabortable: bool = False  # windows below NCCL 2.29.7: a hang there ends the process
     watch: bool = True  # graphs tell how far they are, so that a hang on the device is noticed
     nccl_library: str | None = None  # paths; None: look for them
@@ -63,6 +67,9 @@ class Settings:
             raise SettingsError(f"device {self.device!r} is unknown; use one of {known}")
         if self.arena not in _ARENAS:
             raise SettingsError(f"arena {self.arena!r} is unknown; use one of {', '.join(_ARENAS)}")
+        if self.transport not in _TRANSPORTS:
+            known = ", ".join(_TRANSPORTS)
+            raise SettingsError(f"transport {self.transport!r} is unknown; use one of {known}")
         parse_gpus(self.gpus)
         if self.global_batch_size is not None:
             _check_int("global batch size", self.global_batch_size, 1)

@@ -57,15 +57,18 @@ class Team:
         watched: bool,
         window: bool = False,
         lent: Lent | None = None,
+        transport: str = "peer",
     ) -> None:
         """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs.
 
         With ``window`` the arenas are one symmetric window of the communicators. What is ``lent``
-        is used in place of communicators and streams of the team's own.
+        is used in place of communicators and streams of the team's own. ``transport`` is the way of
+        copies from rank to rank.
         """
         self._watched = watched
         self._window = window
         self._lent = lent or Lent()
+        self._transport = transport
         self.platform = platform
         self.plan = plan
         self.ranks = Ranks(devices, deadline_s)
@@ -116,7 +119,8 @@ class Team:
         """What one rank owns, on its own thread; the stack closes it in the right order."""
         call = partial(self._call, self.ranks.workers[rank])
         status, device = self.ranks.statuses[rank], self.ranks.devices[rank]
-        opening = Opening(self.platform, self.plan, self._window, self._watched, self._lent)
+        common = self.plan, self._window, self._watched, self._lent, self._transport
+        opening = Opening(self.platform, *common)
         return opening.open(rank, device, status, call, self._stacks[rank])
 
     # -- running

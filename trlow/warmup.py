@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trlow.enqueue import enqueue_stage
+from trlow.exchange import inboxes_of
 from trlow.memsets import CLEAR
 from trlow.program import Program, Stage, Stream
-from trlow.range_op import Collective, Launch, PeerCopy, RangeOp
+from trlow.range_op import Collective, Launch, RangeOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,8 +72,10 @@ def warm_compute(rank: Rank, program: Program, *, keep_all: bool) -> None:
     """Part one on one rank: kernels loaded and launched with nothing to do, externals run."""
     stages = [stage for phase in program.phases for stage in phase]
     rank.kernels.load((*kernels_of(program), CLEAR))
-    if any(isinstance(action, PeerCopy) for stage in stages for action in stage.actions):
-        rank.reach_next()
+    inboxes = inboxes_of(op for stage in stages for op in stage.ops)
+    if inboxes:
+        first = min(inbox.offset for inbox in inboxes)
+        rank.transport.prepare(first, max(inbox.end for inbox in inboxes) - first)
     rank.kernels.warm(CLEAR, rank.arena.base, rank.streams[Stream.UPDATE])
     for stage in stages:
         rank.status.stage = stage.name
@@ -84,6 +87,7 @@ def warm_compute(rank: Rank, program: Program, *, keep_all: bool) -> None:
     with rank.arena.saved(kept_ranges(rank.arena.plan, externals, keep_all=keep_all)):
         for stage in externals:
             enqueue_stage(rank, Stage(stage.name, stage.stream, external=stage.external), None)
+            rank.transport.join(rank.streams[stage.stream])
         rank.streams.synchronize()
 
 

@@ -16,7 +16,7 @@ from memset_cases import (  # noqa: F401  tests that need no rank alone
 )
 
 import trlow
-from trlow import range_op
+from trlow import range_op, transport
 from trlow.capture import NODE_TYPES
 from trlow.errors import RankError
 
@@ -122,17 +122,22 @@ def test_the_callers_device_is_as_before(runtime, small):
     assert before.value == after.value
 
 
+@pytest.mark.parametrize("way", ["peer", "host"])
 @pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
-def test_two_gpus_sum_by_copies(runtime, small, mode):
+def test_two_gpus_sum_by_copies(gpu_settings, small, monkeypatch, mode, way):
     """Each sends the first half of a range to the second half of the other's, 20 times."""
+    monkeypatch.setattr(transport, "PART_NBYTES", 400)
     program = copying(small)
-    replay = None if mode == "eager" else runtime.capture(program, mode)
-    set_gradients(runtime)
-    if replay is None:
-        runtime.eager(program, 20)
-    else:
-        replay.run(20)
-    for arena in runtime.arenas:
-        found = arena.copy_out("early")
-        assert (found[:500] == 2.0**19).all()
-        assert (found[500:] == 2.0**18).all()
+    with trlow.Runtime(gpu_settings(2, transport=way), small.plan) as runtime:
+        for arena in runtime.arenas:
+            arena.copy_in("one", np.array([1.0], np.float32))
+        replay = None if mode == "eager" else runtime.capture(program, mode)
+        set_gradients(runtime)
+        if replay is None:
+            runtime.eager(program, 20)
+        else:
+            replay.run(20)
+        for arena in runtime.arenas:
+            found = arena.copy_out("early")
+            assert (found[:500] == 2.0**19).all()
+            assert (found[500:] == 2.0**18).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from trlow.dtype import BF16, F16, F32, I32, DType
 from trlow.errors import PlanError
-from trlow.exchange import add, admit, receive, send
+from trlow.exchange import add, admit, inboxes_of, receive, send
 from trlow.plan import Range
 from trlow.program import External, Program, Stage, Stream
 from trlow.range_op import Collective, Launch, PeerCopy, RangeOp, clear, copy
@@ -47,8 +48,13 @@ def test_a_range_is_sent_by_one_copy_and_its_inbox_is_written():
 @pytest.mark.parametrize("make", [admit, receive])
 def test_ranks_meet_in_a_collective_that_changes_nothing_and_counts_as_use_of_every_inbox(make):
     op = make(TOKEN, INBOX, OTHER, NOTHING)
-    assert op.actions == (MEETING,)
+    assert op.actions == (replace(MEETING, joins=make is receive),)
     assert op.reads == op.writes == (TOKEN, INBOX, OTHER)
+
+
+def test_inboxes_are_what_is_admitted_without_the_tokens():
+    ops = (admit(TOKEN, INBOX), send(INBOX, MINE), receive(TOKEN, INBOX), admit(TOKEN, OTHER))
+    assert inboxes_of((*ops, admit(TOKEN))) == (INBOX, OTHER)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(F32, "f32"), (F16, "f16"), (BF16, "bf16")])

@@ -47,7 +47,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("kernel", "arena", "ranks", "feed"),
     ("communicator",),
     ("nodes", "recording"),
-    ("marks", "memsets"),
+    ("marks", "memsets", "transport"),
     ("enqueue",),
     ("capture", "warmup", "incident"),
     ("launching", "opening", "joint", "turn", "closing", "connection"),

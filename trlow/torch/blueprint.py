@@ -42,10 +42,14 @@ def draw(
     shards: list[list[torch.Tensor]],
     wishes: Wishes,
     *,
-    copies: bool,
+    transport: str | None,
     on_host: bool,
 ) -> Blueprint:
-    """Measure one step of each member, see `readiness`, and plan the steps to come."""
+    """Measure one step of each member, see `readiness`, and plan the steps to come.
+
+    ``transport`` is the way of gradients that ranks copy, None where NCCL sums them.
+    """
+    copies = transport is not None
     order, together = readiness(members, shape, shards)
     known = {parameter.name: parameter for parameter in members[0].parameters()}
     ready = [known[name] for name in order]
@@ -55,7 +59,7 @@ def draw(
     course = Course(copies)
     if not on_host:
         measured = members, shape, shards[0], buckets
-        course = course_on_gpus(*measured, copies=copies, widens=wire is not None)
+        course = course_on_gpus(*measured, transport=transport, widens=wire is not None)
         torch.cuda.empty_cache()  # the graphs have a pool of their own
     given = tuple(known.values()), buckets, members[0].statistics(), wire
     plan = make_plan(*given, copies=copies, direct=course.direct)

@@ -3,9 +3,10 @@
 Where ranks copy nothing has to lie in one byte range. Gathering a gradient costs as much memory
 traffic as sending it, so what is large is sent ``direct``, from where autograd leaves it, and read
 there by the optimizer's kernel, which adds what the peer has sent. The last bucket has nothing
-beside it, so that one kernel sends all of it, whatever its size. And there all weights change at
-the end: an update beside the backward costs its kernels more than it saves (bench/results: VGG16-BN
-53.97 ms instead of 53.62, a Transformer 7.33 instead of 7.27), and needs a meeting of its own.
+beside it, so that over a link one kernel sends all of it, whatever its size. And there all weights
+change at the end: an update beside the backward costs its kernels more than it saves
+(bench/results: VGG16-BN 53.97 ms instead of 53.62, a Transformer 7.33 instead of 7.27), and needs a
+meeting of its own.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ def course_on_gpus(
     shard: list[torch.Tensor],
     buckets: Sequence[Bucket],
     *,
-    copies: bool,
+    transport: str | None,
     widens: bool,
 ) -> Course:
     """The course of members whose step was measured; ``shard`` is a batch of the first one.
 
-    ``widens``: gradients are reduced in another dtype than the optimizer's.
+    ``transport``: how ranks copy, if they do. ``widens``: gradients are reduced in another dtype
+    than the optimizer's.
     """
+    copies = transport is not None
     fused = all(is_covered(member) for member in members)
     # Clipping and a loss scale need all gradients, summed, before the first weight changes.
     alone = fused and not members[0].scales
@@ -66,7 +69,7 @@ def course_on_gpus(
     early = alone and not copies and may_update_early(members[0], shape, shard)
     direct = frozenset[str]()
     if copies and adds and members[0].work.accumulate == 1:
-        direct = _direct(members, buckets)
+        direct = _direct(members, buckets, pushed=transport == "peer")
     draws = any(member.draws for member in members)
     return Course(copies, fused, adds, early, direct, draws)
 
@@ -77,9 +80,12 @@ def is_covered(member: Member) -> bool:
     return covers(member.update.optimizer, itself)
 
 
-def _direct(members: Sequence[Member], buckets: Sequence[Bucket]) -> frozenset[str]:
+def _direct(
+    members: Sequence[Member], buckets: Sequence[Bucket], *, pushed: bool
+) -> frozenset[str]:
+    """What is not gathered; ``pushed``: one kernel sends the last bucket."""
     names = set()
     for bucket in buckets:
-        least = 0 if bucket is buckets[-1] else DIRECT_NBYTES
+        least = 0 if pushed and bucket is buckets[-1] else DIRECT_NBYTES
         names |= {name for name in bucket.names if members[0].trainable[name].nbytes >= least}
     return frozenset(names).intersection(*(member.steady for member in members))

@@ -22,7 +22,6 @@ from trlow.torch.fused import KERNELS, FusedStep, counts_one_step
 from trlow.torch.inputs import Inputs, stream_of
 from trlow.torch.rows import GATHER, Table, alike, rows
 
-BY_ADDRESS = 4  # cudaMemcpyKind
 BESIDE_BLOCKS = 64  # of a gather that has the rest of the backward beside it
 EARLY_BLOCKS = 128  # of an update that has
 
@@ -59,10 +58,8 @@ class CudaSide:
         self._pool: torch.cuda.MemPool | None = pool
         self._draws = Draws(rank, member.device, pool) if course.draws else None
         rank.recorder = self._draws
-        self._base, self._next = rank.arena.base, rank.next
+        self._base, self._transport = rank.arena.base, rank.transport
         self._fused = self._fused_step(course) if course.fused else None
-        if course.copies:
-            rank.reach_next()
         member.on_bucket = self._mark
 
     def _mark(self, bucket: int) -> None:
@@ -157,22 +154,20 @@ class CudaSide:
         """Direct gradients of one bucket, behind its event, to the peer's inboxes.
 
         Copy engines leave the multiprocessors to the backward, but take some microseconds from one
-        copy to the next. Where nothing of the backward is left one kernel sends them all.
+        copy to the next. Where nothing of the backward is left one kernel that can sends them all.
         """
-        peer, inboxes = self._next, self.member.inboxes
-        assert peer is not None
-        far = peer.base - self._base
+        way, inboxes = self._transport, self.member.inboxes
         with self._on(handle) as stream:
             stream.wait_event(self._ready[bucket])
             sent = [(inboxes[p], grad) for p, grad in self._direct(bucket).items()]
-            if self._is_last(bucket):
+            if way.writable and way.next is not None and self._is_last(bucket):
+                far = way.next.base - self._base
                 table = self._table([to + far, *rest] for to, *rest in rows(sent, 1))
                 self._gather(table, table.entries, handle)
                 return
             for inbox, grad in sent:
-                self._platform.cudart.cudaMemcpyAsync(
-                    inbox.data_ptr() + far, grad.data_ptr(), grad.nbytes, BY_ADDRESS, handle
-                )
+                place = inbox.data_ptr() - self._base
+                way.copy(place, grad.data_ptr(), grad.nbytes, handle)
 
     def _is_last(self, bucket: int) -> bool:
         """The last to be ready, unless the caller has named buckets in another order."""

@@ -26,6 +26,7 @@ from trlow.torch.stages import step_program
 from trlow.torch.update import copied
 from trlow.torch.views import tensor_of
 from trlow.torch.work import Factory, LossFunction, OptimizerFactory, Wishes, Work
+from trlow.transport import transport_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,8 +74,8 @@ class StaticDataParallel:
         ``statistics`` says what becomes of running batch-norm statistics: "mean" over ranks after
         each batch, or those of "rank0". ``exchange`` says how gradients are summed: "nccl" by its
         all-reduce, "copy" by copy engines and a kernel (two ranks; where that is the kernel of the
-        step ``.grad`` is a rank's own share), "auto" so on two GPUs that reach each other. Raises
-        ``UsageError``, ``SettingsError``, ``LibraryError``.
+        step ``.grad`` is a rank's own share), "auto" so on two GPUs. Copies go the way that
+        ``settings.transport`` says. Raises ``UsageError``, ``SettingsError``, ``LibraryError``.
         """
         self.settings = settings or Settings()
         self._wishes = Wishes(buckets, bucket_nbytes, wire, statistics)
@@ -83,7 +84,9 @@ class StaticDataParallel:
         kind = "cpu" if self._platform.name == "host" else "cuda"
         self.world_size = len(devices)
         work = Work(factory, loss_fn, optimizer, autocast, accumulate, clip_norm, self.world_size)
-        self._copies = ranks_copy(exchange, self._platform, devices, self.settings.arena)
+        self._transport = transport_name(self.settings.transport, self._platform, devices)
+        given = self._platform, devices, self.settings.arena, self._transport
+        self._copies = ranks_copy(exchange, *given)
         places = [torch.device(kind, 0 if kind == "cpu" else device) for device in devices]
         self._members = replicas(places, work)
         self._work = work
@@ -97,6 +100,11 @@ class StaticDataParallel:
     def exchange(self) -> str:
         """How gradients are summed over ranks: "nccl" or "copy"."""
         return "copy" if self._copies else "nccl"
+
+    @property
+    def transport(self) -> str | None:
+        """How they are copied: "peer" over a link, "host" through its memory, None by NCCL."""
+        return self._transport if self._copies else None
 
     # -- compile
 
@@ -135,7 +143,7 @@ class StaticDataParallel:
         shards = shape.cut(example)
         on_host, wishes = platform.name == "host", self._wishes
         captured = self._captured = Captured(platform, members)
-        drawn = draw(members, shape, shards, wishes, copies=self._copies, on_host=on_host)
+        drawn = draw(members, shape, shards, wishes, transport=self.transport, on_host=on_host)
         plan, course = drawn.plan, drawn.course
 
         def adopt(rank: Rank) -> CudaSide | HostSide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,23 +10,175 @@ import pytest
 from exchange_programs import copying
 
 import trlow
+from trlow import transport
 from trlow.device import Platform
 from trlow.enqueue import Rank
 from trlow.errors import CaptureError
+from trlow.exchange import admit, receive, send
+from trlow.transport import NO_PEERS, no_link, transport_name
 
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("mode", ["fused", "staged"])
-def test_every_rank_gets_what_the_rank_before_has(runtime, small, mode):
-    replay = runtime.capture(copying(small), mode)
-    for rank, arena in enumerate(runtime.arenas):
-        arena.copy_in("early", np.full(1000, 10.0**rank, np.float32))
-    replay.run(1)
-    for rank, arena in enumerate(runtime.arenas):
-        before = 10.0 ** ((rank - 1) % 4)
-        assert (arena.copy_out("early")[500:] == before).all()
-        assert (arena.copy_out("early")[:500] == before + 10.0**rank).all()
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in NO_PEERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def through_host(settings, **fields):
+    return replace(settings, transport="host", **fields)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Copies through the host in parts of 100 floats."""
+    monkeypatch.setattr(transport, "PART_NBYTES", 400)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("way", ["peer", "host"])
+@pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
+def test_every_rank_gets_what_the_rank_before_has(settings, small, mode, way):
+    program, values = copying(small), np.arange(1, 1001, dtype=np.float32)
+    with trlow.Runtime(replace(settings, transport=way), small.plan) as runtime:
+        for arena in runtime.arenas:
+            arena.copy_in("one", np.array([1.0], np.float32))
+        replay = None if mode == "eager" else runtime.capture(program, mode)
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("early", values * 10.0**rank)
+        if replay is None:
+            runtime.eager(program, 2)
+        else:
+            replay.run(2)
+        for rank, arena in enumerate(runtime.arenas):
+            own, before, further = (10.0 ** ((rank - back) % 4) for back in range(3))
+            found = arena.copy_out("early")
+            np.testing.assert_allclose(found[500:], values[:500] * (before + further), rtol=1e-6)
+            wanted = values[:500] * (own + 2 * before + further)
+            np.testing.assert_allclose(found[:500], wanted, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_copy_through_the_host_is_two_nodes_for_each_part(settings, small):
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        replay = runtime.capture(copying(small), "fused")
+        (nodes,) = replay.first_graphs.nodes.values()
+        assert nodes.count("memcpy") == 2 * 5  # 500 floats
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_through_the_host_any_order_of_work_gives_the_same_bytes(settings, small, seed):
+    """A second half ahead of its first, or a rank that meets before it, would change them."""
+    shuffled = through_host(settings, gpus="0-1", host_schedule_seed=seed)
+    with trlow.Runtime(shuffled, small.plan) as runtime:
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("one", np.array([1.0], np.float32))
+            arena.copy_in("early", np.full(1000, rank + 1, np.float32))
+        runtime.eager(copying(small), 5)
+        replay = runtime.capture(copying(small))
+        replay.run(15)
+        for arena in runtime.arenas:
+            found = arena.copy_out("early")
+            assert (found[:500] == 3 * 2.0**19).all()
+            assert (found[500:] == 3 * 2.0**18).all()
+
+
+def test_what_was_not_prepared_is_not_copied(settings, small):
+    """Its place in pinned memory would be somebody else's."""
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        runtime.capture(copying(small))
+
+        def copy(rank):
+            inbox = small.early.offset + small.early.nbytes // 2
+            for offset, nbytes in ((inbox - 4, 8), (inbox + 1996, 8), (0, 4)):
+                with pytest.raises(RuntimeError, match="were not prepared"):
+                    rank.transport.copy(
+                        offset, rank.arena.base, nbytes, rank.streams[trlow.Stream.UPDATE]
+                    )
+
+        runtime.together(copy)
+
+
+def test_memory_is_pinned_once_and_another_program_pins_what_it_adds(settings, small):
+    host = Platform.open(settings).host
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        before = host.trlowHostLive(b"pinned")
+        for _ in range(2):
+            runtime.capture(copying(small)).run(1)
+            assert host.trlowHostLive(b"pinned") == before + 4
+        mine, inbox = (small.plan.range(name) for name in ("a.data", "b.data"))
+        token, update = small.plan.range("one"), trlow.Stream.UPDATE
+        ops = (admit(token, inbox), send(inbox, mine), receive(token, inbox))
+        stages = tuple(trlow.Stage(op.kind, update, (op,)) for op in ops)
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("a.data", np.full(6, rank, np.float32))
+        runtime.capture(trlow.Program.single("more", stages)).run(1)
+        assert host.trlowHostLive(b"pinned") == before + 8
+        for rank, arena in enumerate(runtime.arenas):
+            assert (arena.copy_out("b.data") == (rank - 1) % 4).all()
+
+
+def test_a_graph_in_which_nothing_was_sent_waits_for_no_copy_of_another(settings, small):
+    """Staged, the meeting's capture cannot wait for what was enqueued outside of it."""
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        replay = runtime.capture(copying(small), "staged")
+        captured = replay.first_graphs.nodes.values()
+        assert sorted(nodes.count("memcpy") for nodes in captured) == [0, 0, 0, 2]
+
+
+def test_one_rank_sends_nothing_and_pins_nothing(settings, small):
+    host = Platform.open(settings).host
+    with trlow.Runtime(through_host(settings, gpus="0"), small.plan) as runtime:
+        before = host.trlowHostLive(b"pinned")
+        runtime.capture(copying(small)).run(1)
+        assert host.trlowHostLive(b"pinned") == before
+
+
+class Gpus:
+    """What is asked of a platform; ``apart``: one that does not reach the next of them."""
+
+    name = "cuda"
+
+    def __init__(self, apart=None):
+        self.apart = apart
+
+    def reaches(self, device, _peer):
+        return device != self.apart
+
+
+def test_copies_go_over_links_where_every_rank_has_one():
+    assert transport_name("auto", Gpus(), (0, 1, 2)) == "peer"
+    assert transport_name("auto", Gpus(apart=2), (0, 1, 2)) == "host"
+    assert "device 2 does not reach the memory of device 0" in no_link(Gpus(apart=2), (0, 1, 2))
+    for asked in ("peer", "host"):
+        assert transport_name(asked, Gpus(), (0, 1)) == asked
+        assert transport_name(asked, Gpus(apart=0), (0, 1)) == asked
+    assert transport_name("auto", Gpus(apart=0), (0,)) == "peer"  # which sends nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "forbids"),
+    [
+        ("NCCL_P2P_DISABLE", "1", True),
+        ("NCCL_P2P_DISABLE", "0", False),
+        ("NCCL_P2P_DISABLE", "", False),
+        ("NCCL_P2P_LEVEL", "LOC", True),
+        ("NCCL_P2P_LEVEL", "NVL", False),
+        ("NCCL_P2P_LEVEL", "SYS", False),
+    ],
+)
+def test_what_forbids_nccl_to_reach_a_peer_forbids_copies_over_links(
+    monkeypatch, settings, name, value, forbids
+):
+    monkeypatch.setenv(name, value)
+    assert transport_name("auto", Gpus(), (0, 1)) == ("host" if forbids else "peer")
+    reason = no_link(Gpus(), (0, 1))
+    assert (reason is None) is not forbids
+    assert not forbids or f"{name}={value} says" in reason
+    # On the host device there is nothing to forbid.
+    assert transport_name("auto", Platform.open(settings), (0, 1)) == "peer"
 
 
 def test_peers_that_are_reached_already_leave_no_error_behind(runtime, small):

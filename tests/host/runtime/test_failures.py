@@ -192,6 +192,16 @@ COPYING = (
     "cudaGraphInstantiate",
     "ncclAllReduce",
 )
+THROUGH_HOST = (
+    "cudaStreamCreateWithFlags",
+    "cudaEventCreateWithFlags",
+    "cudaHostAlloc",
+    "cudaStreamIsCapturing",
+    "cudaMemcpyAsync",
+    "cudaEventRecord",
+    "cudaStreamWaitEvent",
+    "cudaStreamEndCapture",
+)
 LIVE = (b"streams", b"events", b"graphs", b"execs", b"allocations", b"pinned", b"comms", b"modules")
 
 
@@ -225,12 +235,18 @@ def copying(runtime, small):
 
 
 @pytest.mark.parametrize(
-    ("function", "captured"),
-    [(name, feeding) for name in ACQUIRING] + [(name, copying) for name in COPYING],
+    ("function", "captured", "way"),
+    [(name, feeding, "peer") for name in ACQUIRING]
+    + [(name, copying, "peer") for name in COPYING]
+    + [(name, copying, "host") for name in THROUGH_HOST],
 )
-def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(small, function, captured):
+def test_failing_any_call_leaves_nothing_behind_and_a_runtime_that_works(
+    small, function, captured, way
+):
     """Fails the n-th call of ``function`` for every n that a short run reaches."""
-    settings = trlow.Settings(device="host", gpus="0-1", host_devices=4, deadline_s=10.0)
+    settings = trlow.Settings(
+        device="host", gpus="0-1", host_devices=4, deadline_s=10.0, transport=way
+    )
     platform = Platform.open(settings)
     host = platform.host
     baseline = [host.trlowHostLive(name) for name in LIVE]

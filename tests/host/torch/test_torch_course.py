@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -51,11 +52,11 @@ def measured(factory, optimizer=sgd, **options):
     return *made, *readiness(*made)
 
 
-def course(factory=three, optimizer=sgd, *, buckets=3, copies=True, widens=False, **options):
+def course(factory=three, optimizer=sgd, *, buckets=3, transport="peer", widens=False, **options):
     members, shape, shards, order, _ = measured(factory, optimizer, **options)
     known = {parameter.name: parameter for parameter in members[0].parameters()}
     found = cut([known[name] for name in order], buckets, 25 << 20)
-    return course_on_gpus(members, shape, shards[0], found, copies=copies, widens=widens)
+    return course_on_gpus(members, shape, shards[0], found, transport=transport, widens=widens)
 
 
 def test_a_plain_step_of_copies_is_fused_and_direct_and_at_the_end():
@@ -63,8 +64,15 @@ def test_a_plain_step_of_copies_is_fused_and_direct_and_at_the_end():
     assert course() == Course(True, fused=True, adds=True, early=False, direct=direct)
 
 
+def test_no_kernel_sends_what_goes_through_the_host_so_what_is_small_is_gathered():
+    direct = frozenset({*LARGE, "0.weight"})
+    for buckets in (3, 1):
+        found = course(transport="host", buckets=buckets)
+        assert found == replace(course(), direct=direct)
+
+
 def test_all_reduces_gather_everything_and_let_weights_change_early():
-    assert course(copies=False) == Course(False, True, True, True, frozenset())
+    assert course(transport=None) == Course(False, True, True, True, frozenset())
 
 
 def test_one_bucket_is_the_last_and_all_of_it_direct():
@@ -73,13 +81,13 @@ def test_one_bucket_is_the_last_and_all_of_it_direct():
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"autocast": torch.float16}])
 def test_what_needs_all_gradients_is_neither_early_nor_added_by_the_kernel(options):
-    for copies in (True, False):
-        assert course(**options, copies=copies) == Course(copies, fused=True)
+    for transport in ("peer", "host", None):
+        assert course(**options, transport=transport) == Course(transport is not None, fused=True)
 
 
 def test_a_narrow_wire_is_added_ahead_of_the_kernel():
     assert course(widens=True) == Course(True, fused=True)
-    assert course(widens=True, copies=False) == Course(False, fused=True, early=True)
+    assert course(widens=True, transport=None) == Course(False, fused=True, early=True)
 
 
 def test_gradients_that_are_added_up_are_gathered():
@@ -163,7 +171,7 @@ def test_gradients_of_a_compiled_module_become_ready_together():
 @pytest.mark.parametrize("factory", [wide, at_once])
 def test_what_is_ready_together_is_one_bucket_where_ranks_copy(factory, copies):
     wishes = Wishes(None, 1 << 17, None, "mean")
-    drawn = draw(*two_members(factory), wishes, copies=copies, on_host=True)
+    drawn = draw(*two_members(factory), wishes, transport="peer" if copies else None, on_host=True)
     names = [name for bucket in drawn.buckets for name in bucket.names]
     assert len(names) == 10
     assert (len(drawn.buckets) == 1) is (copies and factory is at_once)

@@ -8,13 +8,14 @@ torch = pytest.importorskip("torch", reason="no torch here: trlow.torch is not t
 
 import torch_cases as cases  # noqa: E402
 from torch_exchange_cases import (  # noqa: E402, F401  the tests themselves
+    parts,
     test_copies_can_be_compiled_again,
     test_copies_train_to_the_bytes_of_an_all_reduce,
 )
 
 from trlow.errors import UsageError  # noqa: E402
 from trlow.torch import StaticDataParallel  # noqa: E402
-from trlow.torch.peers import NO_PEERS, ranks_copy  # noqa: E402
+from trlow.torch.peers import ranks_copy  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,44 +68,29 @@ class Gpus:
         return self.reach and device != peer
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in NO_PEERS:
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_two_gpus_copy_unless_told_otherwise(transport):
+    assert ranks_copy("auto", Gpus(), (0, 1), "plain", transport)
+    assert ranks_copy("copy", Gpus(), (2, 5), "plain", transport)
+    assert not ranks_copy("nccl", Gpus(), (0, 1), "plain", transport)
+    assert not ranks_copy("auto", Gpus(), (0,), "plain", transport)
+    assert not ranks_copy("auto", Gpus(), (0, 1, 2), "plain", transport)
+    assert not ranks_copy("auto", Gpus(), (0, 1), "window", transport)
 
 
-def test_two_gpus_that_reach_each_other_copy_unless_told_otherwise():
-    assert ranks_copy("auto", Gpus(), (0, 1), "plain")
-    assert ranks_copy("copy", Gpus(), (2, 5), "plain")
-    assert not ranks_copy("nccl", Gpus(), (0, 1), "plain")
-    assert not ranks_copy("auto", Gpus(), (0,), "plain")
-    assert not ranks_copy("auto", Gpus(), (0, 1, 2), "plain")
-    assert not ranks_copy("auto", Gpus(), (0, 1), "window")
-
-
-def test_gpus_that_do_not_reach_each_other_sum_by_nccl():
+def test_gpus_that_do_not_reach_each_other_copy_through_the_host_alone():
     apart = Gpus(reach=False)
-    assert not ranks_copy("auto", apart, (0, 1), "plain")
+    assert ranks_copy("auto", apart, (0, 1), "plain", "host")
+    assert ranks_copy("copy", apart, (0, 1), "plain", "host")
+    assert not ranks_copy("auto", apart, (0, 1), "plain", "peer")
     with pytest.raises(UsageError, match="device 0 does not reach the memory of device 1"):
-        ranks_copy("copy", apart, (0, 1), "plain")
+        ranks_copy("copy", apart, (0, 1), "plain", "peer")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "forbids"),
-    [
-        ("NCCL_P2P_DISABLE", "1", True),
-        ("NCCL_P2P_DISABLE", "0", False),
-        ("NCCL_P2P_DISABLE", "", False),
-        ("NCCL_P2P_LEVEL", "LOC", True),
-        ("NCCL_P2P_LEVEL", "NVL", False),
-        ("NCCL_P2P_LEVEL", "SYS", False),
-    ],
+    ("exchange", "asked", "transport"),
+    [("copy", "host", "host"), ("copy", "auto", "peer"), ("nccl", "host", None)],
 )
-def test_what_forbids_nccl_to_reach_a_peer_forbids_copies(monkeypatch, name, value, forbids):
-    monkeypatch.setenv(name, value)
-    assert ranks_copy("auto", Gpus(), (0, 1), "plain") is not forbids
-    if forbids:
-        with pytest.raises(UsageError, match=f"{name}={value} says"):
-            ranks_copy("copy", Gpus(), (0, 1), "plain")
-    with static_of(exchange="copy") as static:  # on the host device there is nothing to forbid
-        assert static.exchange == "copy"
+def test_a_module_says_how_its_gradients_are_copied(exchange, asked, transport):
+    with static_of(exchange=exchange, transport=asked) as static:
+        assert static.transport == transport
