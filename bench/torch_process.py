@@ -212,6 +212,8 @@ def environment(
     }
     if variant.cta:
         env["NCCL_MAX_CTAS"] = str(variant.cta)
+    if variant.nop2p:
+        env["NCCL_P2P_DISABLE"] = "1"
     if variant.base == "ddp" and variant.graph:
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as torch's recipe for such graphs says
     if variant.nocomm and common["device"] == "cuda":

@@ -30,7 +30,8 @@ WORDS = """words behind a side's name, each with an underscore before it:
   mibN       buckets of at most N MiB
   nobuffers  DDP without its broadcast of batch-norm statistics
   window     trlow's arena is a symmetric NCCL window
-  nccl       trlow sums gradients by NCCL's all-reduce, not by copies"""
+  nccl       trlow sums gradients by NCCL's all-reduce, not by copies
+  nop2p      NCCL_P2P_DISABLE=1: nothing crosses the links, trlow copies through host memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Variant:
     nobuffers: bool = False
     window: bool = False
     nccl: bool = False
+    nop2p: bool = False
 
     @property
     def processes(self) -> int:
@@ -79,6 +81,8 @@ def variant_of(name: str) -> Variant:
             found = replace(found, **{word: True})
         elif word in {"compile", "regional"} and not found.compiled:
             found = replace(found, compiled="whole" if word == "compile" else word)
+        elif word == "nop2p" and base != "alone":
+            found = replace(found, nop2p=True)
         elif word == "bf16" and base != "alone":
             found = replace(found, wire=word)
         elif number and base != "alone" and (number[1] != "buckets" or base == "trlow"):

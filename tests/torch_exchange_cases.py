@@ -189,6 +189,8 @@ def test_copies_train_to_the_bytes_of_an_all_reduce(device, two, name, way):
         "narrow",
         "float16",
     }
+    if way == "host":
+        gathered |= {"one bucket", "all at once"}  # which are the last
     assert bool(direct) is (device == "cuda" and name not in gathered)
 
 

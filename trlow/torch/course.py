@@ -3,14 +3,17 @@
 Where ranks copy nothing has to lie in one byte range. Gathering a gradient costs as much memory
 traffic as sending it, so what is large is sent ``direct``, from where autograd leaves it, and read
 there by the optimizer's kernel, which adds what the peer has sent. The last bucket has nothing
-beside it, so that over a link one kernel sends all of it, whatever its size. And there all weights
-change at the end: an update beside the backward costs its kernels more than it saves
-(bench/results: VGG16-BN 53.97 ms instead of 53.62, a Transformer 7.33 instead of 7.27), and needs a
-meeting of its own.
+beside it, so that over a link one kernel sends all of it, whatever its size. Through host memory,
+where each copy costs the step from one device to the other, it is gathered and is one copy.
+
+Where ranks copy all weights change at the end: an update beside the backward costs its kernels more
+than it saves (bench/results: VGG16-BN 53.97 ms instead of 53.62, a Transformer 7.33 instead of
+7.27), and needs a meeting of its own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,9 +86,11 @@ def is_covered(member: Member) -> bool:
 def _direct(
     members: Sequence[Member], buckets: Sequence[Bucket], *, pushed: bool
 ) -> frozenset[str]:
-    """What is not gathered; ``pushed``: one kernel sends the last bucket."""
+    """Names that are not gathered. The last bucket is ``pushed`` by one kernel, or gathered."""
     names = set()
     for bucket in buckets:
-        least = 0 if pushed and bucket is buckets[-1] else DIRECT_NBYTES
+        least: float = DIRECT_NBYTES
+        if bucket is buckets[-1]:
+            least = 0 if pushed else math.inf
         names |= {name for name in bucket.names if members[0].trainable[name].nbytes >= least}
     return frozenset(names).intersection(*(member.steady for member in members))
