@@ -59,7 +59,7 @@ class Opening:
         kernels, feed = Kernels(platform, device), Feed(platform, self.plan)
         for owner in (events, step_events, kernels, feed):
             stack.callback(owner.close)
-        way = transport(self.transport, platform, device)
+        way = transport(self.transport, platform)
         stack.callback(way.close)
         watch = None
         if self.watched:

@@ -62,13 +62,13 @@ class PeerTransport:
 
     writable = True
 
-    def __init__(self, platform: Platform, device: int) -> None:
-        self._platform, self._device = platform, device
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
         self.next: Neighbour | None = None
 
     def prepare(self, *_: int) -> None:
         """Let this device write to the next rank's memory, from here on."""
-        if self.next is not None and self.next.device != self._device:
+        if self.next is not None:
             cudart = self._platform.cudart
             if cudart.cudaDeviceEnablePeerAccess(self.next.device, 0):
                 cudart.cudaGetLastError()  # it was enabled: no error that others should come upon
@@ -91,8 +91,8 @@ class HostTransport:
 
     writable = False
 
-    def __init__(self, platform: Platform, device: int) -> None:
-        self._platform, self._device = platform, device
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
         self.next: Neighbour | None = None
         self._outboxes: list[tuple[range, Pinned]] = []
         self._stack = ExitStack()
@@ -162,10 +162,10 @@ class HostTransport:
         self._stack.close()
 
 
-def transport(name: str, platform: Platform, device: int) -> Transport:
+def transport(name: str, platform: Platform) -> Transport:
     """The transport of one rank by its name: "peer" or "host"."""
     kind = HostTransport if name == "host" else PeerTransport
-    return kind(platform, device)
+    return kind(platform)
 
 
 def transport_name(asked: str, platform: Platform, devices: Sequence[int]) -> str:

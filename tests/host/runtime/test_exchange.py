@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ctypes import byref, c_int
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange_programs import copying
+from exchange_programs import copying, parts
 
 import trlow
 from trlow import transport
@@ -15,7 +16,8 @@ from trlow.device import Platform
 from trlow.enqueue import Rank
 from trlow.errors import CaptureError
 from trlow.exchange import admit, receive, send
-from trlow.transport import NO_PEERS, no_link, transport_name
+from trlow.nodes import is_capturing
+from trlow.transport import NO_PEERS, HostTransport, no_link, transport_name
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,12 +33,12 @@ def through_host(settings, **fields):
 
 
 @pytest.fixture
-def parts(monkeypatch):
+def halved(monkeypatch):
     """Copies through the host in parts of 100 floats."""
     monkeypatch.setattr(transport, "PART_NBYTES", 400)
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("halved")
 @pytest.mark.parametrize("way", ["peer", "host"])
 @pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
 def test_every_rank_gets_what_the_rank_before_has(settings, small, mode, way):
@@ -59,7 +61,7 @@ def test_every_rank_gets_what_the_rank_before_has(settings, small, mode, way):
             np.testing.assert_allclose(found[:500], wanted, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("halved")
 def test_a_copy_through_the_host_is_two_nodes_for_each_part(settings, small):
     with trlow.Runtime(through_host(settings), small.plan) as runtime:
         replay = runtime.capture(copying(small), "fused")
@@ -67,7 +69,7 @@ def test_a_copy_through_the_host_is_two_nodes_for_each_part(settings, small):
         assert nodes.count("memcpy") == 2 * 5  # 500 floats
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("halved")
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_through_the_host_any_order_of_work_gives_the_same_bytes(settings, small, seed):
     """A second half ahead of its first, or a rank that meets before it, would change them."""
@@ -105,8 +107,9 @@ def test_memory_is_pinned_once_and_another_program_pins_what_it_adds(settings, s
     host = Platform.open(settings).host
     with trlow.Runtime(through_host(settings), small.plan) as runtime:
         before = host.trlowHostLive(b"pinned")
-        for _ in range(2):
-            runtime.capture(copying(small)).run(1)
+        for name in ("one", "other"):  # each warms up
+            phases = copying(small).phases
+            runtime.capture(trlow.Program.single(name, *phases)).run(1)
             assert host.trlowHostLive(b"pinned") == before + 4
         mine, inbox = (small.plan.range(name) for name in ("a.data", "b.data"))
         token, update = small.plan.range("one"), trlow.Stream.UPDATE
@@ -118,6 +121,59 @@ def test_memory_is_pinned_once_and_another_program_pins_what_it_adds(settings, s
         assert host.trlowHostLive(b"pinned") == before + 8
         for rank, arena in enumerate(runtime.arenas):
             assert (arena.copy_out("b.data") == (rank - 1) % 4).all()
+
+
+def test_the_second_half_is_on_a_stream_of_the_next_device(settings, small):
+    def device(rank):
+        found = c_int()
+        rank.platform.cudart.cudaStreamGetDevice(rank.transport._beyond, byref(found))
+        return found.value
+
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        runtime.capture(copying(small))
+        assert runtime.together(device) == [1, 2, 3, 0]
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("mode", ["eager", "fused", "staged"])
+def test_work_of_others_may_send_through_the_host_and_is_complete_ahead_of_the_capture(
+    settings, small, monkeypatch, mode
+):
+    """As trlow.torch sends; what it has begun in the warm-up would write amid what follows."""
+    joins, join = [], HostTransport.join
+
+    def joining(self, stream):
+        joins.append(is_capturing(self._platform, stream))
+        join(self, stream)
+
+    monkeypatch.setattr(HostTransport, "join", joining)
+    mine, inbox = parts(small)
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        ranks = runtime.together(lambda rank: rank)
+
+        def body(index, stream):
+            rank = ranks[index]
+            source = rank.arena.base + mine.offset
+            rank.transport.copy(inbox.offset, source, mine.nbytes, stream)
+
+        sending = trlow.External("callback", (mine,), (inbox,), body)
+        admitting, _, *others = copying(small).phases[0]
+        stage = trlow.Stage("SEND", trlow.Stream.TRANS, (), sending)
+        program = trlow.Program.single("others", (admitting, stage, *others))
+        replay = None if mode == "eager" else runtime.capture(program, mode)
+        if mode != "eager":
+            assert joins.count(False) == 4 * 2  # behind the callback, ahead of the meeting
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("one", np.array([1.0], np.float32))
+            arena.copy_in("early", np.full(1000, 10.0**rank, np.float32))
+        if replay is None:
+            runtime.eager(program)
+        else:
+            replay.run(1)
+        for rank, arena in enumerate(runtime.arenas):
+            before = 10.0 ** ((rank - 1) % 4)
+            assert (arena.copy_out("early")[500:] == before).all()
+            assert (arena.copy_out("early")[:500] == before + 10.0**rank).all()
 
 
 def test_a_graph_in_which_nothing_was_sent_waits_for_no_copy_of_another(settings, small):

@@ -15,11 +15,12 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 def scripts():
     sys.path.insert(0, str(BENCH))
     try:
+        import torch_process
         import torch_table
         import torch_variant
     finally:
         sys.path.remove(str(BENCH))
-    return SimpleNamespace(table=torch_table, variant=torch_variant)
+    return SimpleNamespace(process=torch_process, table=torch_table, variant=torch_variant)
 
 
 def measured(scripts, times):
@@ -52,6 +53,20 @@ def test_a_side_is_compared_with_those_alone_of_its_own_compilation(scripts, awa
 def test_a_name_that_says_nothing_is_refused(scripts, name):
     with pytest.raises(ValueError, match="says nothing here"):
         scripts.variant.variant_of(name)
+
+
+def test_a_side_without_links_tells_nccl_so(scripts, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+
+    def variables(name):
+        common, variant = {"threads": 1, "device": "cuda"}, scripts.variant.variant_of(name)
+        return scripts.process.environment(variant, common, (0, 1), 0, Path("/nowhere"))
+
+    for name in ("trlow_nop2p", "ddp_graph_nop2p"):
+        assert variables(name)["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_P2P_DISABLE" not in variables("trlow")
+    with pytest.raises(ValueError, match="says nothing here"):
+        scripts.variant.variant_of("alone_nop2p")
 
 
 def test_links_that_are_awake_need_gpus(scripts):
