@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import byref, c_int
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +175,37 @@ def test_work_of_others_may_send_through_the_host_and_is_complete_ahead_of_the_c
             before = 10.0 ** ((rank - 1) % 4)
             assert (arena.copy_out("early")[500:] == before).all()
             assert (arena.copy_out("early")[:500] == before + 10.0**rank).all()
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_after_a_capture_that_failed_amid_a_copy_the_next_one_works(
+    settings, small, monkeypatch, mode
+):
+    """The stream on the next device is let go with the capture that it had been drawn into."""
+    with trlow.Runtime(through_host(settings), small.plan) as runtime:
+        runtime.capture(copying(small)).run(1)
+        memcpy, calls = runtime.platform.cudart.cudaMemcpyAsync, count(1)
+
+        def failing(*arguments):
+            if next(calls) == 7:  # of all ranks together, so behind others
+                message = "no more copies"
+                raise RuntimeError(message)
+            return memcpy(*arguments)
+
+        monkeypatch.setattr(runtime.platform.cudart, "cudaMemcpyAsync", failing)
+        with pytest.raises(CaptureError, match="no more copies"):
+            runtime.capture(copying(small), mode)
+        monkeypatch.undo()
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("one", np.array([1.0], np.float32))
+            arena.copy_in("early", np.full(1000, 10.0**rank, np.float32))
+        runtime.eager(copying(small))
+        runtime.capture(copying(small), mode).run(1)
+        for rank, arena in enumerate(runtime.arenas):
+            own, before, further = (10.0 ** ((rank - back) % 4) for back in range(3))
+            assert (arena.copy_out("early")[500:] == before + further).all()
+            assert (arena.copy_out("early")[:500] == own + 2 * before + further).all()
 
 
 def test_a_graph_in_which_nothing_was_sent_waits_for_no_copy_of_another(settings, small):
