@@ -49,4 +49,4 @@ def _fill(
 def _step(program: Program, step: int, rendezvous: Rendezvous | None, rank: Rank) -> None:
     rank.status.step = step
     enqueue_phase(rank, program, step % len(program.phases), rendezvous)
-    rank.streams.synchronize()
+    rank.drain()

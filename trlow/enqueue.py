@@ -80,6 +80,13 @@ class Rank:
         source = self.arena.base + action.source.offset
         self.transport.copy(action.range.offset, source, action.source.nbytes, stream)
 
+    def drain(self) -> None:
+        """Wait for all that was enqueued here, on another rank's device too."""
+        try:
+            self.streams.synchronize()
+        finally:
+            self.transport.drain()
+
     def record(self, key: object, stream: int) -> None:
         """Record the event named ``key``."""
         self.platform.cudart.cudaEventRecord(self.events[key], stream)

@@ -81,7 +81,8 @@ class Team:
         self._closed = False
         self._turn = Turn([ident for _, ident in self.ranks.threads])
         self._closing = Closing(
-            self.ranks, (self._release_graphs, self._connection.release, self._release_ranks)
+            self.ranks,
+            (self._release_graphs, self._connection.release, self._drain, self._release_ranks),
         )
         self._running: JointRun | None = None
         self._leaving = False
@@ -249,7 +250,7 @@ class Team:
     def _settle_rank(self, rank: int) -> None:
         """Destroy every graph of one rank (the last abort waits for that), let streams empty."""
         self._destroy_graphs(self.members[rank])
-        self.members[rank].streams.synchronize()
+        self.members[rank].drain()
 
     @property
     def dead(self) -> bool:
@@ -307,6 +308,10 @@ class Team:
         if not self.members:
             return []
         return self.ranks.submit(lambda rank: self._destroy_graphs(self.members[rank]))
+
+    def _drain(self) -> list[Job]:
+        """What a rank still copies goes to memory of another, so all end before any memory goes."""
+        return self.ranks.submit(lambda rank: self.members[rank].drain()) if self.members else []
 
     def _release_ranks(self) -> list[Job]:
         return self.ranks.submit(lambda rank: self._stacks[rank].close())

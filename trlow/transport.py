@@ -39,9 +39,9 @@ class Neighbour:
 
 
 class Transport(Protocol):
-    """The way from one rank to the next. Everything here is on the rank's own thread."""
+    """The way from one rank to the next. Every method is for the rank's own thread."""
 
-    next: Neighbour | None  # none for a single rank
+    next: Neighbour | None  # set once all arenas are there; none for a single rank
     writable: bool  # kernels of this rank may write to the next one's arena, once prepared
 
     def prepare(self, first: int, nbytes: int, /) -> None:
@@ -52,6 +52,9 @@ class Transport(Protocol):
 
     def join(self, stream: int) -> None:
         """Make ``stream`` wait for every copy so far, in a capture for those of the capture."""
+
+    def drain(self) -> None:
+        """Wait for what is on another device. Only outside the replay loop."""
 
     def close(self) -> None:
         """Give everything back. No graph may be alive."""
@@ -82,6 +85,9 @@ class PeerTransport:
     def join(self, stream: int) -> None:
         """Nothing: the stream of a copy is the caller's."""
 
+    def drain(self) -> None:
+        """Nothing, as well."""
+
     def close(self) -> None:
         """Nothing: access stays, as others may use it."""
 
@@ -99,7 +105,10 @@ class HostTransport:
         self._beyond: int | None = None  # the stream on the next rank's device
 
     def prepare(self, first: int, nbytes: int) -> None:
-        """Pin memory, unless what there is holds these bytes. Raises ``CudaError``."""
+        """Pin memory, unless what there is holds these bytes. Raises ``CudaError``.
+
+        It stays pinned until ``close``.
+        """
         if self.next is None:
             return
         if self._beyond is None:
@@ -155,6 +164,11 @@ class HostTransport:
             self._platform.cudart.cudaEventRecord(arrived, beyond)
         self._platform.cudart.cudaStreamWaitEvent(stream, arrived, 0)
 
+    def drain(self) -> None:
+        """Wait for the stream beyond: where work fails amid a step nothing has joined it."""
+        if self._beyond is not None:
+            self._platform.cudart.cudaStreamSynchronize(self._beyond)
+
     def close(self) -> None:
         """Give stream, events and memory back; a second call does nothing."""
         self._beyond = None
@@ -177,13 +191,13 @@ def transport_name(asked: str, platform: Platform, devices: Sequence[int]) -> st
 
 def no_link(platform: Platform, devices: Sequence[int]) -> str | None:
     """Why ranks do not copy over links; None if they may. The host device has them."""
-    if platform.name == "host":
+    if platform.name == "host" or len(devices) == 1:
         return None
     environment = variables_in_effect()
     for name, values in NO_PEERS.items():
         if environment.get(name) in values:
             return f"{name}={environment[name]} says that GPUs may not reach each other"
     for device, peer in zip(devices, (*devices[1:], devices[0]), strict=True):
-        if device != peer and not platform.reaches(device, peer):
+        if not platform.reaches(device, peer):
             return f"device {device} does not reach the memory of device {peer} over NVLink"
     return None

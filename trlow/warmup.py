@@ -72,10 +72,8 @@ def warm_compute(rank: Rank, program: Program, *, keep_all: bool) -> None:
     """Part one on one rank: kernels loaded and launched with nothing to do, externals run."""
     stages = [stage for phase in program.phases for stage in phase]
     rank.kernels.load((*kernels_of(program), CLEAR))
-    inboxes = inboxes_of(op for stage in stages for op in stage.ops)
-    if inboxes:
-        first = min(inbox.offset for inbox in inboxes)
-        rank.transport.prepare(first, max(inbox.end for inbox in inboxes) - first)
+    for inbox in inboxes_of(op for stage in stages for op in stage.ops):
+        rank.transport.prepare(inbox.offset, inbox.nbytes)
     rank.kernels.warm(CLEAR, rank.arena.base, rank.streams[Stream.UPDATE])
     for stage in stages:
         rank.status.stage = stage.name

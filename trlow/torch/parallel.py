@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -154,7 +155,7 @@ class StaticDataParallel:
                 return HostSide(rank, member, shape)
             return CudaSide(rank, member, shape, course)
 
-        captured.open(self.settings, plan, adopt)
+        captured.open(replace(self.settings, transport=self._transport), plan, adopt)
         ends = (True, False) if self._work.accumulate > 1 else (True,)
         given = plan, captured.sides, course, wishes.statistics
         programs = [step_program(*given, last=last) for last in ends]

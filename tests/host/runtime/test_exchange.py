@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from ctypes import byref, c_int
 from dataclasses import replace
 from itertools import count
@@ -13,14 +14,17 @@ from exchange_programs import copying, parts
 
 import trlow
 from trlow import transport
+from trlow.arena import Arena
+from trlow.binding.cudart import cudaHostFn_t
 from trlow.device import Platform
 from trlow.enqueue import Rank
-from trlow.errors import CaptureError
+from trlow.errors import CaptureError, RankError
 from trlow.exchange import admit, receive, send
 from trlow.nodes import is_capturing
 from trlow.transport import NO_PEERS, HostTransport, no_link, transport_name
 
 pytestmark = pytest.mark.timeout(60)
+LATE_S = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +181,109 @@ def test_work_of_others_may_send_through_the_host_and_is_complete_ahead_of_the_c
             assert (arena.copy_out("early")[:500] == before + 10.0**rank).all()
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("way", ["peer", "host"])
+def test_a_receipt_waits_wherever_it_stands_in_its_group(settings, small, way, first):
+    admitting, sending, receiving, adding = copying(small).phases[0]
+    other = trlow.range_op.sum_all_reduce(small.late)
+    ops = (*receiving.ops, other) if first else (other, *receiving.ops)
+    both = replace(receiving, ops=ops)
+    assert len(both.groups()) == 1
+    program = trlow.Program.single("both", (admitting, sending, both, adding))
+    with trlow.Runtime(replace(settings, transport=way), small.plan) as runtime:
+        for arena in runtime.arenas:
+            arena.copy_in("one", np.array([1.0], np.float32))
+        replay = runtime.capture(program)
+        for rank, arena in enumerate(runtime.arenas):
+            arena.copy_in("early", np.full(1000, 10.0**rank, np.float32))
+            arena.copy_in("late", np.full(24, 10.0**rank, np.float32))
+        replay.run(1)
+        for rank, arena in enumerate(runtime.arenas):
+            assert (arena.copy_out("early")[500:] == 10.0 ** ((rank - 1) % 4)).all()
+            assert (arena.copy_out("late") == 1111).all()
+
+
+def holding(runtime, armed, arrived):
+    """A stage that keeps the streams on the next devices busy for a while, if ``armed``."""
+    ranks = runtime.together(lambda rank: rank)
+
+    @cudaHostFn_t
+    def slow(_):
+        time.sleep(LATE_S)
+        arrived.append(True)
+
+    def hold(index, _, keep=slow):
+        if armed:
+            beyond = ranks[index].transport._beyond
+            runtime.platform.cudart.cudaLaunchHostFunc(beyond, keep, None)
+
+    return trlow.External("callback", (), (), hold)
+
+
+def failing(armed):
+    def fail(*_):
+        if armed:
+            message = "between the two"
+            raise ValueError(message)
+
+    return trlow.External("callback", (), (), fail)
+
+
+def between(runtime, small, armed, arrived):
+    """The sum by copies, whose copies are late and which fails ahead of the meeting."""
+    admitting, sending, *others = copying(small).phases[0]
+    hold = trlow.Stage("HOLD", trlow.Stream.TRANS, (), holding(runtime, armed, arrived))
+    fail = trlow.Stage("FAIL", trlow.Stream.UPDATE, (), failing(armed))
+    return trlow.Program.single("between", (admitting, hold, sending, fail, *others))
+
+
+def test_what_a_recovered_runtime_is_given_is_not_overwritten_by_a_late_copy(settings, small):
+    armed, arrived = [], []
+    # Workers that are held leave others free.
+    with trlow.Runtime(through_host(settings, gpus="0-1", host_workers=4), small.plan) as runtime:
+        program = between(runtime, small, armed, arrived)
+        runtime.eager(program)
+        armed.append(True)
+        with pytest.raises(RankError, match="between the two"):
+            runtime.eager(program)
+        assert arrived
+        armed.clear()
+        for arena in runtime.arenas:
+            arena.copy_in("early", np.full(1000, 9, np.float32))
+        time.sleep(2 * LATE_S)
+        for arena in runtime.arenas:
+            assert (arena.copy_out("early") == 9).all()
+
+
+@pytest.mark.parametrize("way", ["peer", "host"])
+def test_no_memory_goes_while_a_copy_is_on_its_way(settings, small, monkeypatch, way):
+    """What a caller has left on the streams of any rank ends before any arena goes."""
+    arrived, freed, close = [], [], Arena.close
+    mine, inbox = parts(small)
+
+    @cudaHostFn_t
+    def slow(rank):  # the first is None
+        time.sleep(LATE_S * (rank or 0.5))
+        arrived.append(True)
+
+    def send(rank):
+        stream = rank.streams[trlow.Stream.TRANS]
+        late = rank.transport._beyond if way == "host" else stream
+        rank.platform.cudart.cudaLaunchHostFunc(late, slow, rank.index)
+        rank.transport.copy(inbox.offset, rank.arena.base + mine.offset, mine.nbytes, stream)
+
+    def closing(self):
+        freed.append(len(arrived))
+        close(self)
+
+    monkeypatch.setattr(Arena, "close", closing)
+    given = replace(settings, transport=way, gpus="0-1", host_workers=4)
+    with trlow.Runtime(given, small.plan) as runtime:
+        runtime.capture(copying(small))
+        runtime.together(send)
+    assert freed == [2, 2]
+
+
 @pytest.mark.usefixtures("halved")
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 def test_after_a_capture_that_failed_amid_a_copy_the_next_one_works(
@@ -243,7 +350,11 @@ def test_copies_go_over_links_where_every_rank_has_one():
     for asked in ("peer", "host"):
         assert transport_name(asked, Gpus(), (0, 1)) == asked
         assert transport_name(asked, Gpus(apart=0), (0, 1)) == asked
-    assert transport_name("auto", Gpus(apart=0), (0,)) == "peer"  # which sends nothing
+
+
+def test_one_rank_sends_nothing_whatever_is_forbidden(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert transport_name("auto", Gpus(apart=0), (0,)) == "peer"
 
 
 @pytest.mark.parametrize(

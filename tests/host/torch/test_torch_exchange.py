@@ -94,3 +94,5 @@ def test_gpus_that_do_not_reach_each_other_copy_through_the_host_alone():
 def test_a_module_says_how_its_gradients_are_copied(exchange, asked, transport):
     with static_of(exchange=exchange, transport=asked) as static:
         assert static.transport == transport
+        static.compile(cases.batches(1)[0])
+        assert transport in {None, static._captured.runtime.settings.transport}
