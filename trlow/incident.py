@@ -6,8 +6,9 @@ asynchronous errors, which it answers without waiting.
 
 from __future__ import annotations
 
-import sys
-import traceback
+import faulthandler
+import re
+import tempfile
 from typing import TYPE_CHECKING
 
 from trlow.errors import CudaError, RankError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from trlow.communicator import Communicators
     from trlow.enqueue import Rank
     from trlow.ranks import Ranks
+
+STACK_LINES = 4  # of each thread
 
 
 def rank_error(
@@ -55,9 +58,28 @@ def report(ranks: Ranks, members: Sequence[Rank], communicators: Communicators |
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    frames = sys._current_frames()  # noqa: SLF001  the only way to another thread's stack
+    found = stacks()
     for name, ident in ranks.threads:
-        if ident in frames:
-            lines.append(f"{name}:")
-            lines += [line.rstrip() for line in traceback.format_stack(frames[ident])[-4:]]
+        if ident in found:
+            lines += [f"{name}:", *found[ident][:STACK_LINES]]
     return "\n".join(lines)
+
+
+def stacks() -> dict[int, list[str]]:
+    """The stack of every thread by its ident, the most recent call first.
+
+    Written by one call in C. Frames that Python code walks while their thread goes on can end under
+    its hands (seen in 3.11: an int in place of the next frame, or a segmentation fault).
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    found: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", line)
+        if head:
+            mine = found[int(head[1], 16)] = []
+        elif line.startswith("  File "):
+            mine.append(line)
+    return found
