@@ -26,7 +26,6 @@ from trlow.program import Stream
 from trlow.range_op import FeedCopy
 from trlow.replay import Replay, check_steps
 from trlow.team import Team
-from trlow.transport import transport_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,17 +81,8 @@ class Runtime:
         self._staged = [capturing.Graphs() for _ in devices]
         self._replays: list[Replay] = []
         self._warmed: set[tuple[int, Program]] = set()
-        self._team = Team(
-            self.platform,
-            plan,
-            devices,
-            settings.deadline_s,
-            self._destroy_graphs,
-            watched=settings.watch,
-            window=settings.arena == "window",
-            lent=lent,
-            transport=transport_name(settings.transport, self.platform, devices),
-        )
+        given = self.platform, plan, devices, settings
+        self._team = Team(*given, self._destroy_graphs, lent=lent)
         workers = (*self._team.ranks.workers, self._team.ranks.coordinator)
         self._forgotten = weakref.finalize(self, _warn_forgotten, workers)
         self._forgotten.atexit = False  # at exit the process itself gives everything back

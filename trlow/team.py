@@ -24,6 +24,7 @@ from trlow.interop import Lent
 from trlow.joint import JointRun, Part, persist
 from trlow.opening import Opening
 from trlow.ranks import GRACE_S, POLL_S, Job, Ranks
+from trlow.transport import transport_name
 from trlow.turn import Turn
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trlow.enqueue import Group
     from trlow.plan import MemoryPlan
     from trlow.ranks import Worker
+    from trlow.settings import Settings
 
 _living: weakref.WeakSet[Team] = weakref.WeakSet()
 
@@ -51,31 +53,25 @@ class Team:
         platform: Platform,
         plan: MemoryPlan,
         devices: Sequence[int],
-        deadline_s: float,
+        settings: Settings,
         destroy_graphs: Callable[[Rank], None],
         *,
-        watched: bool,
-        window: bool = False,
         lent: Lent | None = None,
-        transport: str = "peer",
     ) -> None:
-        """Start the threads. ``open`` makes the rest; ``watched`` leaves beats in graphs.
+        """Start the threads. ``open`` makes the rest, as ``settings`` say.
 
-        With ``window`` the arenas are one symmetric window of the communicators. What is ``lent``
-        is used in place of communicators and streams of the team's own. ``transport`` is the way of
-        copies from rank to rank.
+        What is ``lent`` is used in place of communicators and streams of the team's own.
         """
-        self._watched = watched
-        self._window = window
+        self._watched = settings.watch
+        self._window = settings.arena == "window"
         self._lent = lent or Lent()
-        self._transport = transport
-        self.platform = platform
-        self.plan = plan
-        self.ranks = Ranks(devices, deadline_s)
+        self._transport = transport_name(settings.transport, platform, devices)
+        self.platform, self.plan = platform, plan
+        self.ranks = Ranks(devices, settings.deadline_s)
         self.members: list[Rank] = []
         self._destroy_graphs = destroy_graphs
         given = self._lent.communicators
-        self._connection = Connection(platform, self.ranks, window=window, given=given)
+        self._connection = Connection(platform, self.ranks, window=self._window, given=given)
         self._stacks = [ExitStack() for _ in devices]
         self._dead: str | None = None
         self._closed = False
